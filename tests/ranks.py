@@ -31,7 +31,13 @@ import torch._dynamo  # FSDP2 and optimizers load it at first use: seconds, here
 import torch.distributed as dist
 import torch.distributed.fsdp
 
-from ultrascale.launch.forked import AMID_LOOKUP, forks_compute, keep_to_own_garbage, leave_if_amid_lookup, nothing_collected
+from ultrascale.launch.forked import (
+    AMID_LOOKUP,
+    forks_compute,
+    freeze_inherited_objects,
+    leave_if_amid_lookup,
+    nothing_collected,
+)
 
 GRACE_SECONDS = 20.0
 """How long the other ranks may go on after one has failed; a rank blocked in a collective learns of it much sooner."""
@@ -121,7 +127,7 @@ def _rank_main(
     fn: Callable[..., Any],
     arguments: tuple[Any, ...],
 ) -> None:
-    keep_to_own_garbage()
+    freeze_inherited_objects()
     leave_if_amid_lookup()
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -7,7 +7,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from api.asked import CHECKS, PLANS, SCHEDULES, TRACES
+from api.questions import CHECKS, PLANS, SCHEDULES, TRACES
 
 import ultrascale as us
 
@@ -77,6 +77,6 @@ def test_a_package_that_is_not_installed_is_named_with_the_remedy(method, packag
 
 
 def test_names_in_a_table_cannot_be_html():
-    from ultrascale.api.shown import html
+    from ultrascale.api.displays import html
 
     assert "<script" not in html("<script>", [{"<script>": "<script>"}])

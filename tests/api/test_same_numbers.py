@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from api.asked import CHECKS, PLANS, RUN, SCHEDULES, TRACES, Question, printed, without_clock
+from api.questions import CHECKS, PLANS, RUN, SCHEDULES, TRACES, Question, printed, without_clock
 
 import ultrascale as us
 from ultrascale.api.planning.plan_result import Search

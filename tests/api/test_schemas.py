@@ -7,7 +7,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from api.asked import CHECKS, OTHERS, PLANS, SCHEDULES, TRACES, printed
+from api.questions import CHECKS, OTHERS, PLANS, SCHEDULES, TRACES, printed
 from api.validator import mistakes, wrong
 
 import ultrascale as us

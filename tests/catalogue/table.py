@@ -29,13 +29,13 @@ TITLES = {
 
 HEAD = """# The catalogue of faults
 
-Written by `python tests/catalogue/table.py` from marks of the tests and what `pytest -m catalogue --record-catalogue`
-noted; a test holds this page to them. Nightly tests run with `ULTRASCALE_NIGHTLY=1`. [Reliability](reliability.md) explains.
+Every fault and bad input that is tested, what a run promises then, and the test that holds it; [reliability](reliability.md)
+explains how. Written by `python tests/catalogue/table.py` from the tests' marks and what
+`pytest -m catalogue --record-catalogue` noted.
 
-A control takes out what guards against the row's fault, or puts a bug in, and requires that the row's test fails, or that what
-it judges by sees the difference: a test that passes with the guard taken out tests nothing. Every row that injects a fault has
-one, which another test sees to. Rows of bad input need none, because what is damaged there is the input itself; some have one
-all the same."""
+A control removes the guard against a fault, or plants a bug, and requires that the row's test, or what it judges by, sees the
+difference. Every row that injects a fault has one; rows of bad input need none. Nightly tests run with
+`ULTRASCALE_NIGHTLY=1`."""
 INJECTED = ("processes", "hangs", "storage", "resume", "numerics")
 """Groups of rows whose faults are injected, each of which must have a control."""
 
@@ -130,17 +130,14 @@ def _totals(rows: list[Row], tests: list[Cover], results: dict[str, dict[str, An
     return [
         f"{len(covered)} of {len(rows)} rows have a test, {len(in_ci)} in every run of CI, the others at night;",
         f"{controlled} of the {len(injected)} that inject a fault have a control.",
-        "",
-        f"What runs in CI, `python -m pytest -m catalogue`, took {seconds / 60:.1f} minutes: the sum of the durations that",
-        f"pytest reported of its {cases} cases when each was last recorded, on two cores that other work shared.",
-        f"Of {num_metered} the time of processors is recorded too, with that of processes they waited for:",
-        f"{processor / 60:.1f} minutes in all.",
+        f"CI's {cases} cases (`python -m pytest -m catalogue`) took {seconds / 60:.1f} minutes, each when last recorded, on",
+        f"two cores that other work shared; {num_metered} of them {processor / 60:.1f} minutes of processor time.",
     ]
 
 
 def _whole(whole: dict[str, Any]) -> list[str]:
     return [
-        f"The last whole run of them, on {whole['on']}, took {whole['minutes']:.1f} minutes for {whole['cases']} cases with",
+        f"Their last whole run, {whole['on']}: {whole['minutes']:.1f} minutes for {whole['cases']} cases,",
         f"`-n {whole['workers']}` on two cores, which {whole['load']:.0f} processes wanted in its last quarter of an hour.",
     ]
 

@@ -24,14 +24,14 @@ def test_a_row_tells_its_tests_when_they_run_and_what_they_came_to():
     assert f"| 1 | a fault | a promise | `a.py::test_x`<br>`a.py::test_y` | {told}" in text
     assert "1 of 2 rows have a test, 1 in every run of CI" in text and "| 2 | another | nothing | none |  |  |  |" in text
     assert "1 of the 2 that inject a fault have a control" in text
-    assert "took 1.5 minutes: the sum" in text and "reported of its 6 cases" in text
-    assert "Of 6 the time of processors" in text and "they waited for:\n1.0 minutes in all" in text
+    assert "CI's 6 cases" in text and "took 1.5 minutes, each when last recorded" in text
+    assert "6 of them 1.0 minutes of processor time" in text
     earlier = passed | {"on": "2025-12-31"}
     assert "| passed, 6 cases, 2025-12-31 to 2026-01-02; 1 not" in page(
         rows, tests, {"a.py::test_x": passed, control.name: earlier}
     )
     whole = {"minutes": 7.25, "cases": 9, "workers": 3, "load": 11.6, "on": "2026-01-03"}
-    assert "on 2026-01-03, took 7.2 minutes for 9 cases" in page(rows, tests, {}, whole) and "last whole run" not in text
+    assert "2026-01-03: 7.2 minutes for 9 cases" in page(rows, tests, {}, whole) and "last whole run" not in text
     assert "1 of 2 failed, 2026-01-02" in page(rows, tests, {"a.py::test_x": passed, "a.py::test_y": failed})
 
 

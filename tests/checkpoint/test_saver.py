@@ -128,7 +128,7 @@ def test_a_folder_lost_during_the_run_is_an_error_on_every_rank_and_nothing_is_w
 
 @pytest.mark.catalogue(34)
 def test_control_a_folder_that_nobody_holds_is_made_anew_and_its_loss_never_told(tmp_path, monkeypatch):
-    monkeypatch.setattr(Saver, "_hold", lambda saving: None)
+    monkeypatch.setattr(Saver, "_open", lambda saving: None)
     test = test_a_folder_lost_during_the_run_is_an_error_on_every_rank_and_nothing_is_written_where_it_was
     fails(test, tmp_path, remove, "was removed", {}, told="DID NOT RAISE")
 
@@ -156,7 +156,7 @@ def test_a_place_that_cannot_be_written_is_told_before_the_first_save(tmp_path, 
 @pytest.mark.catalogue(34)
 def test_control_a_place_that_nobody_tries_at_the_start_is_told_of_at_the_first_save(tmp_path, monkeypatch):
     monkeypatch.setattr(saver, "check_writable", lambda root: None)
-    monkeypatch.setattr(Saver, "_hold", lambda saving: None)
+    monkeypatch.setattr(Saver, "_open", lambda saving: None)
     fails(test_a_place_that_cannot_be_written_is_told_before_the_first_save, tmp_path, "{file}/below", told="DID NOT RAISE")
 
 

@@ -15,7 +15,7 @@ from ultrascale.description.run import Batch
 from ultrascale.measure.plots import smoothed
 from ultrascale.measure.run_marks import Mark
 from ultrascale.page.documents import run_document, stages_document, step_document, sweep_document, trace_document
-from ultrascale.page.one_file import document_file
+from ultrascale.page.html_file import document_file
 
 
 @pytest.fixture(scope="module")

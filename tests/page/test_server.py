@@ -52,7 +52,7 @@ OTHER_PATHS = (
     "static/page.js",
     "page.js/",
     "/etc/passwd",
-    "one_file.py",
+    "html_file.py",
     "..",
     ".git/config",
 )

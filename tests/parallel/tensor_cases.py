@@ -149,11 +149,11 @@ def finished(
     for name, gradient in found.items():
         part = shard_of(table[name], layout, Coordinates.of(layout, rank))
         if table[name].is_expert:
-            part = part._replace(num_replicas=layout.tp, replica=rank, is_partial=True)
+            part = part._replace(num_tp_copies=layout.tp, tp_copy=rank, is_partial=True)
         if part.is_partial and sum_copies:
             every = [torch.empty_like(gradient) for _ in range(layout.tp)]
             dist.all_gather(every, gradient)
-            gradient = sum(every[rank - part.replica : rank - part.replica + part.num_replicas], torch.zeros_like(gradient))
+            gradient = sum(every[rank - part.tp_copy : rank - part.tp_copy + part.num_tp_copies], torch.zeros_like(gradient))
         result[name] = (gradient, part)
     return result
 

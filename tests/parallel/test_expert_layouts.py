@@ -175,7 +175,7 @@ def summed_gradient(gradient: Tensor, is_expert: bool, part: Any, mesh: Mesh) ->
     gradient = over(gradient, mesh.layout.group("expert_dp" if is_expert else "dp"))
     if part.is_partial:
         gradient = gradient.clone()
-        dist.all_reduce(gradient, group=mesh.neighbours(part.num_replicas))
+        dist.all_reduce(gradient, group=mesh.neighbours(part.num_tp_copies))
     return gradient
 
 

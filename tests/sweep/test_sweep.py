@@ -19,9 +19,9 @@ from ultrascale.cli.main import main
 from ultrascale.config.resolve import resolve, to_toml
 from ultrascale.description.run import Batch, Run
 from ultrascale.sweep import measured as at_work
+from ultrascale.sweep.accuracy import MeasuredCell, fastest_first, plan_accuracy
 from ultrascale.sweep.cells import NEEDED, CellPlace, Failure, place_of
 from ultrascale.sweep.grid import Axis, SweepCell
-from ultrascale.sweep.held import MeasuredCell, fastest_first, plan_accuracy
 from ultrascale.sweep.measured import failure_of, measure_cell, measure_cells
 from ultrascale.sweep.pictures import best_by
 from ultrascale.sweep.rows import write_rows

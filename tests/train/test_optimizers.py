@@ -21,7 +21,7 @@ from ultrascale.description.layout import Layout
 from ultrascale.description.problems import SpecError
 from ultrascale.description.run import Batch, Optimizer, Run
 from ultrascale.parallel.apply import build_share
-from ultrascale.parallel.data.whole_matrices import GatheredMatrices
+from ultrascale.parallel.data.gathered_matrices import GatheredMatrices
 from ultrascale.parallel.mesh import Ranks
 from ultrascale.parallel.share import local
 from ultrascale.train.optimizers.compact_adamw import CompactAdamW

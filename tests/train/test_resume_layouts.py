@@ -179,20 +179,22 @@ def test_weights_are_taken_from_an_export_that_does_not_keep_a_value_without_eff
 # --- planted faults -------------------------------------------------------------------------------------------------------
 
 
-def moment_of_the_other_half(held, tensor):
+def moment_of_the_other_half(shard, tensor):
     """Tensor-parallel ranks each give their moments the other's place; weights are where they belong."""
     other = tuple(
         0 if size == whole else whole - size - first
-        for first, size, whole in zip(held.place.offsets, held.place.shape, held.weight.shape, strict=True)
+        for first, size, whole in zip(shard.weight_shard.offsets, shard.weight_shard.shape, shard.weight.shape, strict=True)
     )
-    is_weight = tensor.untyped_storage().data_ptr() == held.parameter.untyped_storage().data_ptr()
-    even = all(2 * size == whole or size == whole for size, whole in zip(held.place.shape, held.weight.shape, strict=True))
-    return [Slice(tensor, held.weight.shape, held.place.offsets if is_weight or not even else other)]
+    is_weight = tensor.untyped_storage().data_ptr() == shard.parameter.untyped_storage().data_ptr()
+    even = all(
+        2 * size == whole or size == whole for size, whole in zip(shard.weight_shard.shape, shard.weight.shape, strict=True)
+    )
+    return [Slice(tensor, shard.weight.shape, shard.weight_shard.offsets if is_weight or not even else other)]
 
 
-def everything_first(held, tensor):
+def everything_first(shard, tensor):
     """All ranks say that theirs is the first part."""
-    return [Slice(tensor, held.weight.shape, (0,) * len(held.weight.shape))]
+    return [Slice(tensor, shard.weight.shape, (0,) * len(shard.weight.shape))]
 
 
 @pytest.mark.catalogue(46)

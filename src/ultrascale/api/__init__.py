@@ -5,13 +5,13 @@ result, and a public function of keywords, which it reads as the command line wo
 `to_dict()`, the output of `--json`, `to_frame()`, a `repr` of one line, and a display for notebooks.
 
 extras          packages that only some verbs need
-asked           keywords as options, and as the equivalent command line
+keywords        keywords as options, and as the equivalent command line
 planning        a request to the planner, and its result: one plan, a search, two plans compared
 schedule        a pipeline schedule simulated, or all of them
 trace           any rank of a job, run with shapes in place of numbers
 check           N processes compared with one
 sweep           many layouts measured
 report          summary of a run's folder
-shown           tables for notebooks and pandas; pictures
+displays        tables for notebooks and pandas; pictures
 schemas         keys of each result's `to_dict`; the JSON Schemas, and the type stub
 """

@@ -10,12 +10,12 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ultrascale.api.asked import VerbRequest, read_keywords
+from ultrascale.api.displays import Rows, TableRow, bars, html
 from ultrascale.api.extras import naming_extras
+from ultrascale.api.keywords import VerbRequest, read_keywords
 from ultrascale.api.planning.plan_request import SHORT
 from ultrascale.api.planning.run_of import ModelAndMachines, planned_run
 from ultrascale.api.schemas.stamp import stamped
-from ultrascale.api.shown import Rows, TableRow, bars, html
 from ultrascale.check.cases import cases, smallest_run_of, with_faults
 from ultrascale.check.faults.table import FAULTS, expect_known
 from ultrascale.check.small import Case, small_layouts
@@ -198,19 +198,19 @@ def check(run: str | PathLike[str] | None = None, **settings: Any) -> Check | Ch
     `settings` are the flags of `ultrascale check` by name, and settings of the run. Starts processes; needs torch. Raises
     SpecError if an argument or the run is invalid.
     """
-    asked = read_keywords(CheckOptions, "check", {"run": run, **settings}, positional=("run",), short=SHORT)
+    request = read_keywords(CheckOptions, "check", {"run": run, **settings}, positional=("run",), short=SHORT)
     with naming_extras("check"):
-        return answer(asked)
+        return answer(request)
 
 
 def answer(
-    asked: VerbRequest[CheckOptions],
+    request: VerbRequest[CheckOptions],
     *,
     report: Callable[[str], None] = lambda note: None,
     progress: Progress = lambda count, most: None,
 ) -> Check | CheckMatrix:
     """Run the requested proof. `report` is called beforehand with each difference between the proof and the run."""
-    options, settings = asked.options, list(asked.settings)
+    options, settings = request.options, list(request.settings)
     expect_numbers(options, settings)
     if options.plant not in (None, "list"):
         expect_known(options.plant)

@@ -9,13 +9,13 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ultrascale.api.asked import read_keywords
+from ultrascale.api.displays import TableRow, frame, html
 from ultrascale.api.extras import naming_extras
+from ultrascale.api.keywords import read_keywords
 from ultrascale.api.schemas.stamp import stamped
-from ultrascale.api.shown import TableRow, frame, html
 from ultrascale.description.units import format_bytes, format_count
 from ultrascale.page.documents import run_document
-from ultrascale.page.one_file import expect_writable, write_document
+from ultrascale.page.html_file import expect_writable, write_document
 
 if TYPE_CHECKING:
     from ultrascale.measure.summary import Summary
@@ -63,7 +63,7 @@ class Report:
 
     def plot(self) -> Any:
         """A matplotlib figure: loss by step, as in `plots/loss.png`. Raises NotInstalledError without matplotlib."""
-        from ultrascale.api.shown import figure
+        from ultrascale.api.displays import figure
         from ultrascale.measure.plots import draw_loss
         from ultrascale.measure.run_marks import marks_of
 
@@ -95,9 +95,9 @@ def report(folder: str | PathLike[str], **settings: Any) -> Report:
 
     Needs matplotlib. Raises SpecError if the folder is not a run's.
     """
-    asked = read_keywords(ReportOptions, "report", {"folder": folder, **settings}, positional=("folder",), run_settings=False)
+    request = read_keywords(ReportOptions, "report", {"folder": folder, **settings}, positional=("folder",), run_settings=False)
     with naming_extras("report"):
-        return answer(asked.options)
+        return answer(request.options)
 
 
 def answer(options: ReportOptions) -> Report:

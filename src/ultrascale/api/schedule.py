@@ -10,12 +10,12 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ultrascale.api.asked import read_keywords
+from ultrascale.api.displays import Rows, TableRow, bars, figure, html
 from ultrascale.api.extras import naming_extras
+from ultrascale.api.keywords import read_keywords
 from ultrascale.api.planning.plan_request import SHORT
 from ultrascale.api.planning.run_of import ModelAndMachines, planned_run
 from ultrascale.api.schemas.stamp import stamped
-from ultrascale.api.shown import Rows, TableRow, bars, figure, html
 from ultrascale.description.layout import PipelineRuntime
 from ultrascale.description.problems import Problem, SpecError, mistake
 from ultrascale.description.schedules import SCHEDULE_ALIASES, SCHEDULES
@@ -250,10 +250,10 @@ def schedule(name: str | PathLike[str] | None = None, **settings: Any) -> Schedu
 
     Raises SpecError for an unknown schedule, or for numbers that do not suit it.
     """
-    asked = read_keywords(ScheduleOptions, "show schedule", {"name": name, **settings}, positional=("name",), short=SHORT)
+    request = read_keywords(ScheduleOptions, "show schedule", {"name": name, **settings}, positional=("name",), short=SHORT)
     with naming_extras("show schedule"):
-        is_one = asked.options.name or asked.options.model is not None
-        return answer(asked.options, asked.settings) if is_one else play_all(asked.options, asked.settings)
+        is_one = request.options.name or request.options.model is not None
+        return answer(request.options, request.settings) if is_one else play_all(request.options, request.settings)
 
 
 def answer(options: ScheduleOptions, settings: Sequence[str] = ()) -> Schedule | ExecutedSchedule:
@@ -329,7 +329,7 @@ def play_all(options: ScheduleOptions, settings: Sequence[str] = ()) -> Schedule
             rule = f"is of one schedule, and `show schedules` compares all in a table: say `show schedule NAME --{flag}`"
             raise mistake(f"--{flag}", rule, "Name one, or leave the flag out.")
     pp, micro_batches = _size(options)
-    _check_asked(options)
+    _check_options(options)
     schedules = []
     for name, known in SCHEDULES.items():
         if known.even_ranks and pp % 2:
@@ -383,7 +383,7 @@ def _program(options: ScheduleOptions) -> Program:
         actions = read_schedule(Path(options.name))
         _check_size(len(actions), sum(map(len, actions)) // 2, remedy="Write a shorter step to the file.")
         return compile_schedule(actions)
-    _check_asked(options)
+    _check_options(options)
     return program_of(options.name, *_size(options), options.virtual_stages)
 
 
@@ -391,7 +391,7 @@ def _size(options: ScheduleOptions) -> tuple[int, int]:
     return (4 if options.pp is None else options.pp), (8 if options.micro_batches is None else options.micro_batches)
 
 
-def _check_asked(options: ScheduleOptions) -> None:
+def _check_options(options: ScheduleOptions) -> None:
     pp, micro_batches = _size(options)
     passes = pp * micro_batches * max(1, options.virtual_stages or 1)
     _check_size(pp, passes, remedy="A step repeats itself: 2 to 4 micro-batches a rank show all there is to see.")

@@ -10,22 +10,22 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from ultrascale.api.asked import read_keywords
+from ultrascale.api.displays import Rows, TableRow, figure, html
 from ultrascale.api.extras import naming_extras
+from ultrascale.api.keywords import read_keywords
 from ultrascale.api.schemas.stamp import stamped
-from ultrascale.api.shown import Rows, TableRow, figure, html
 from ultrascale.config.rules.early import expect_processes
 from ultrascale.data.files import DataError
 from ultrascale.description.problems import Problem, SpecError, mistake
 from ultrascale.description.rank_environment import env_world_size
 from ultrascale.description.units import format_bytes, format_seconds, format_share
 from ultrascale.page.documents import sweep_document
-from ultrascale.page.one_file import expect_writable, write_document
+from ultrascale.page.html_file import expect_writable, write_document
 from ultrascale.storage import Store, open_store
 from ultrascale.storage.location import url_problem
+from ultrascale.sweep.accuracy import Held, MeasuredCell, fastest_first, plan_accuracy
 from ultrascale.sweep.cells import TIMED, WARM, CellPlace, place_of
 from ultrascale.sweep.grid import Axis, SweepCell, cells, split_axes
-from ultrascale.sweep.held import Held, MeasuredCell, fastest_first, plan_accuracy
 from ultrascale.sweep.measured import measure_cells
 from ultrascale.sweep.rows import write_rows
 from ultrascale.sweep.shared import SharedCells
@@ -166,10 +166,10 @@ def sweep(run: str | PathLike[str], **settings: Any) -> Sweep:
     `settings` are the flags of `ultrascale sweep` by name, and settings of the run. Needs torch and the run's data. Raises
     SpecError if an argument or the run is invalid.
     """
-    asked = read_keywords(SweepOptions, "sweep", {"run": run, **settings}, positional=("run",))
-    axes, fixed_settings = split_axes(asked.settings)
+    request = read_keywords(SweepOptions, "sweep", {"run": run, **settings}, positional=("run",))
+    axes, fixed_settings = split_axes(request.settings)
     with naming_extras("sweep"):
-        return answer(asked.options, axes, fixed_settings)
+        return answer(request.options, axes, fixed_settings)
 
 
 def answer(

@@ -8,12 +8,12 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ultrascale.api.asked import VerbRequest, read_keywords
+from ultrascale.api.displays import Rows, TableRow, bars, figure, html
 from ultrascale.api.extras import naming_extras
+from ultrascale.api.keywords import VerbRequest, read_keywords
 from ultrascale.api.planning.plan_request import SHORT
 from ultrascale.api.planning.run_of import ModelAndMachines, cluster_of, planned_run
 from ultrascale.api.schemas.stamp import stamped
-from ultrascale.api.shown import Rows, TableRow, bars, figure, html
 from ultrascale.catalogue.cluster import Cluster
 from ultrascale.catalogue.machines import free_bytes, usable_cores
 from ultrascale.config.resolve import resolve
@@ -22,7 +22,7 @@ from ultrascale.description.problems import Problem, SpecError, mistake
 from ultrascale.description.run import Run
 from ultrascale.description.units import format_bytes
 from ultrascale.page.documents import stages_document, trace_document
-from ultrascale.page.one_file import expect_writable, write_document
+from ultrascale.page.html_file import expect_writable, write_document
 from ultrascale.plan.memory.replay import num_micro_batches
 from ultrascale.plan.report import device_of
 from ultrascale.plan.search.recompute_choice import with_recomputation
@@ -220,15 +220,15 @@ def trace(run: str | PathLike[str] | None = None, **settings: Any) -> Trace | St
     Returns live bytes, messages and FLOPs of the rank. `settings` are the flags of `ultrascale trace` by name, and settings of
     the run, `layout={"tp": 8}`. Needs torch. Raises SpecError if an argument or the run is invalid.
     """
-    asked = read_keywords(TraceOptions, "trace", {"run": run, **settings}, positional=("run",), short=SHORT)
+    request = read_keywords(TraceOptions, "trace", {"run": run, **settings}, positional=("run",), short=SHORT)
     with naming_extras("trace"):
-        return answer(asked)
+        return answer(request)
 
 
-def answer(asked: VerbRequest[TraceOptions], *, report: Callable[[str], None] = lambda note: None) -> Trace | StageTraces:
+def answer(request: VerbRequest[TraceOptions], *, report: Callable[[str], None] = lambda note: None) -> Trace | StageTraces:
     """Make the requested trace, and write the requested files. `report` is called with notes beforehand."""
-    options = asked.options
-    run = _described(options, asked.settings)
+    options = request.options
+    run = _described(options, request.settings)
     _expect_possible(options, run)
     expect_trainable(run.model, run.layout)
     expect_writable(options.html)
@@ -244,14 +244,14 @@ def answer(asked: VerbRequest[TraceOptions], *, report: Callable[[str], None] = 
 
         stages = StageTraces(tuple(trace_stages(run, device=device)))
         if options.html is not None:
-            write_document(options.html, stages_document(stages.to_dict()), ["trace", *asked.words])
+            write_document(options.html, stages_document(stages.to_dict()), ["trace", *request.words])
         return stages
     _expect_memory(run, options.steps)
     from ultrascale.trace.rank import trace_rank
 
     trace = _rank_result(options, run, cluster, trace_rank(run, options.rank or 0, device=device, steps=options.steps))
     if options.html is not None:
-        write_document(options.html, trace_document(trace.to_dict()), ["trace", *asked.words])
+        write_document(options.html, trace_document(trace.to_dict()), ["trace", *request.words])
     return trace
 
 

@@ -156,12 +156,12 @@ def _load(folder: Path, tensors: Tensors, strict: bool, verified: bool, ranks: C
     doing = f"loading {folder}"
     manifest = ranks.agree(doing, lambda: read_manifest(folder))
     slices = ranks.agree(doing, lambda: slices_of(tensors))
-    asked = _names_of_all(slices, ranks) if strict else None
-    ranks.agree(doing, lambda: _check_targets(manifest, slices, asked))
+    requested = _names_of_all(slices, ranks) if strict else None
+    ranks.agree(doing, lambda: _check_targets(manifest, slices, requested))
     pieces = [piece for piece in pieces_of(slices) if piece.name in manifest.tensors]
     if strict:
         offers = ranks.gather([offer_of(piece) for piece in pieces])
-        ranks.on_rank_0(doing, lambda: _expect_all_asked_for(offers or []))
+        ranks.on_rank_0(doing, lambda: _expect_all_requested(offers or []))
     if not verified:
         verify(folder, ranks=ranks)
     failpoint("load.verified")
@@ -177,15 +177,15 @@ def _names_of_all(slices: list[tuple[str, Slice]], ranks: Coordinator) -> set[st
     return set(ranks.broadcast(sorted({name for names in gathered or [] for name in names})))
 
 
-def _expect_all_asked_for(gathered: list[list[list[Any]]]) -> None:
+def _expect_all_requested(gathered: list[list[list[Any]]]) -> None:
     """On rank 0: raises if a slice is not read. If ranks request the same slice where each should have its own, another slice
     stays unread."""
     fit_together([[Offer(*fields) for fields in offer] for offer in gathered])
 
 
-def _check_targets(manifest: Manifest, slices: list[tuple[str, Slice]], asked: set[str] | None) -> None:
-    """Raises CheckpointError for targets that differ from the checkpoint or are missing there; with `asked`, the names that any
-    rank requests, also for names on one side only."""
+def _check_targets(manifest: Manifest, slices: list[tuple[str, Slice]], requested: set[str] | None) -> None:
+    """Raises CheckpointError for targets that differ from the checkpoint or are missing there; with `requested`, the names that
+    any rank requests, also for names on one side only."""
     wrong = []
     for name, target in sorted(slices, key=lambda entry: entry[0]):
         entry = manifest.tensors.get(name)
@@ -193,11 +193,11 @@ def _check_targets(manifest: Manifest, slices: list[tuple[str, Slice]], asked: s
             wrong.append(f"{name}: shape {list(entry.shape)} in the checkpoint, {list(target.shape)} here")
         if entry is not None and target.tensor.dtype != DTYPES[entry.dtype]:
             wrong.append(f"{name}: dtype {entry.dtype} in the checkpoint, {DTYPE_NAMES[target.tensor.dtype]} here")
-    if asked is not None:
+    if requested is not None:
         wrong += [f"{name}: not in the checkpoint" for name in sorted({name for name, _ in slices} - manifest.tensors.keys())]
-        wrong += [f"{name}: only in the checkpoint" for name in sorted(manifest.tensors.keys() - asked)]
+        wrong += [f"{name}: only in the checkpoint" for name in sorted(manifest.tensors.keys() - requested)]
     if wrong:
-        skips = "" if asked is None else " strict=False skips missing names."
+        skips = "" if requested is None else " strict=False skips missing names."
         remedy = f"Load into the model and optimizer that were saved.{skips}"
         raise CheckpointError(f"{len(wrong)} tensors do not match:\n  " + "\n  ".join(wrong) + f"\n{remedy}")
 

@@ -17,9 +17,9 @@ from ultrascale.checkpoint.disk.folders import candidates, check_writable, disca
 from ultrascale.checkpoint.disk.nodes import NodeDisks, find_disks, verify_on_disks
 from ultrascale.checkpoint.errors import CheckpointError, LostContactError, SaveFailedError
 from ultrascale.checkpoint.loading import verify
-from ultrascale.checkpoint.saving import Plan, copy_to_host, expect_held, plan_save, write_and_publish
+from ultrascale.checkpoint.saving import Plan, copy_to_host, expect_same_folder, plan_save, write_and_publish
 from ultrascale.checkpoint.slices import Tensors
-from ultrascale.held_folder import OpenFolder
+from ultrascale.open_folder import OpenFolder
 
 
 class Saver:
@@ -71,7 +71,7 @@ class Saver:
         doing = "removing leftovers"
         self.swept: list[str] = self._ranks.agree(doing, lambda: sweep(self.root) if self._disks.leads else [])
         """Names of unfinished saves and deletions of earlier runs that this rank removed."""
-        self._held: OpenFolder | None = None
+        self._open_folder: OpenFolder | None = None
         self._resources.callback(self._release)
         self.use(self.root)
 
@@ -88,23 +88,23 @@ class Saver:
         self.wait()
         self._verified.clear()
         self.root = Path(root)
-        self._ranks.agree(f"opening {self.root}", self._hold)
+        self._ranks.agree(f"opening {self.root}", self._open)
 
     def fate(self) -> str:
         """Event by which `root` was lost, as in `was removed`, on a rank that holds it; empty while the path leads to the
         original folder."""
-        return "" if self._held is None else self._held.fate()
+        return "" if self._open_folder is None else self._open_folder.fate()
 
-    def _hold(self) -> None:
+    def _open(self) -> None:
         self._release()
         if self._disks.leads:
             self.root.mkdir(exist_ok=True, parents=self._ranks.rank > 0)  # a refuge is created on rank 0's disk alone
-            self._held = OpenFolder(self.root)
+            self._open_folder = OpenFolder(self.root)
 
     def _release(self) -> None:
-        if self._held is not None:
-            self._held.close()
-            self._held = None
+        if self._open_folder is not None:
+            self._open_folder.close()
+            self._open_folder = None
 
     def save(self, step: int, tensors: Tensors, metadata: dict[str, Any], *, finite: bool = False) -> Path:
         """Save as `checkpoint.save` does. Returns the checkpoint's folder, which exists once `wait` returns.
@@ -115,7 +115,7 @@ class Saver:
         """
         self.wait()
         plan = plan_save(self.root, step, tensors, metadata, ranks=self._ranks, finite=finite)
-        plan = replace(plan, held=self._held, disks=self._disks)
+        plan = replace(plan, open_folder=self._open_folder, disks=self._disks)
         if self._thread is None:
             return self._write(plan)
         copied = self._ranks.agree(f"copying step {step} to host memory", lambda: copy_to_host(plan))
@@ -178,7 +178,7 @@ class Saver:
     def _discard(self, doomed: list[str]) -> None:
         """Remove these checkpoints from this disk, as far as it has them."""
         for name in doomed:
-            expect_held(self._held)
+            expect_same_folder(self._open_folder)
             if name not in self._spared():
                 discard(self.root / name)
 
@@ -197,7 +197,7 @@ class Saver:
     def _verify(self, name: str) -> None:
         """Read the checkpoint back in full, unless that was done before. Collective. Raises CheckpointError."""
         if name not in self._verified:
-            if self._disks.are_one:
+            if self._disks.are_shared:
                 verify(self.root / name, ranks=self._ranks)
             else:
                 verify_on_disks(self.root / name, ranks=self._ranks, disks=self._disks)

@@ -31,7 +31,7 @@ from ultrascale.checkpoint.finite import expect_finite
 from ultrascale.checkpoint.manifest import MANIFEST_NAME, Shard, decode, encode, manifest_of, metadata_text, shard_name
 from ultrascale.checkpoint.slices import Tensors, pieces_of, slices_of
 from ultrascale.failpoints import failpoint
-from ultrascale.held_folder import OpenFolder
+from ultrascale.open_folder import OpenFolder
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Plan:
     tensors: dict[str, tuple[str, list[int]]]
     """On rank 0: dtype and global shape of every tensor of any rank."""
     metadata: dict[str, Any]
-    held: OpenFolder | None = None
+    open_folder: OpenFolder | None = None
     """On a rank that publishes: the folder that must still be at `root`. None: no check; it is created if it is missing."""
     disks: NodeDisks | None = None
     """The disks that hold `root`. None: one for all ranks."""
@@ -121,14 +121,14 @@ def write_and_publish(plan: Plan, *, ranks: Coordinator) -> Path:
         written = ranks.agree(doing, lambda: _write_pieces(plan, ranks.rank))
         shards = ranks.gather(written)
         contents = ranks.agree(doing, lambda: _contents(plan, shards or []) if ranks.rank == 0 else {})
-        if not disks.are_one:
+        if not disks.are_shared:
             contents = ranks.broadcast(contents)
             ranks.agree(doing, lambda: _expect_shards(plan, contents, disks) if disks.leads else None)
         ranks.agree(doing, lambda: _finish(plan, contents, disks, final) if disks.leads else None)
     except BaseException as error:
         if disks.leads:  # If this fails too, the next start removes it.
             shutil.rmtree(plan.temporary, ignore_errors=True)
-            if not disks.are_one and isinstance(error, CheckpointError) and not isinstance(error, LostContactError):
+            if not disks.are_shared and isinstance(error, CheckpointError) and not isinstance(error, LostContactError):
                 remove_published(final, plan.save_id)
         raise
     return final
@@ -143,17 +143,17 @@ def _share_out(gathered: list[list[list[Any]]]) -> dict[str, Any]:
 
 def _make_temporary(plan: Plan) -> None:
     failpoint("save.start")
-    if plan.held is None:
+    if plan.open_folder is None:
         make_folder(plan.root)
-    expect_held(plan.held)
+    expect_same_folder(plan.open_folder)
     with_retries(plan.temporary.mkdir)
     failpoint("save.folder")
 
 
-def expect_held(held: OpenFolder | None) -> None:
-    """Raises CheckpointError if the path of `held` now leads elsewhere."""
-    if held is not None and (fate := held.fate()):
-        raise CheckpointError(f"{held.path} {fate} since checkpoints were first saved there.")
+def expect_same_folder(open_folder: OpenFolder | None) -> None:
+    """Raises CheckpointError if the path of `open_folder` now leads elsewhere."""
+    if open_folder is not None and (fate := open_folder.fate()):
+        raise CheckpointError(f"{open_folder.path} {fate} since checkpoints were first saved there.")
 
 
 def _write_pieces(plan: Plan, rank: int) -> dict[str, Any] | None:
@@ -198,5 +198,5 @@ def _finish(plan: Plan, contents: dict[str, Any], disks: NodeDisks, final: Path)
     failpoint("save.shards")
     write_file(where, data)
     failpoint("save.manifest")
-    expect_held(plan.held)
+    expect_same_folder(plan.open_folder)
     publish(plan.temporary, final)

@@ -45,7 +45,7 @@ one rank holds both ends of a pipeline.
 
 def slices_of(tensors: Tensors) -> list[tuple[str, Slice]]:
     """Everything in `tensors` by name, as slices. Raises CheckpointError, naming tensors that no file can hold."""
-    return [(name, part) for name, held in tensors.items() for part in _slices(check_name(name, "tensors"), held)]
+    return [(name, part) for name, parts in tensors.items() for part in _slices(check_name(name, "tensors"), parts)]
 
 
 def pieces_of(slices: list[tuple[str, Slice]]) -> list[Piece]:
@@ -62,8 +62,8 @@ def pieces_of(slices: list[tuple[str, Slice]]) -> list[Piece]:
     return [piece for piece in pieces if piece.tensor.numel() > 0 or prod(piece.shape) == 0]
 
 
-def _slices(name: str, held: TensorOrSlice | Sequence[TensorOrSlice]) -> Iterator[Slice]:
-    for part in held if isinstance(held, (list, tuple)) else (held,):
+def _slices(name: str, parts: TensorOrSlice | Sequence[TensorOrSlice]) -> Iterator[Slice]:
+    for part in parts if isinstance(parts, (list, tuple)) else (parts,):
         if isinstance(part, torch.Tensor):
             part = Slice(part, tuple(part.shape), (0,) * part.dim())
         if not isinstance(part, Slice):

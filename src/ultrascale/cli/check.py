@@ -9,8 +9,8 @@ from collections.abc import Callable
 from multiprocessing import get_context
 from typing import TYPE_CHECKING
 
-from ultrascale.api.asked import VerbRequest
 from ultrascale.api.check import NOT_COVERED, Check, CheckMatrix, CheckOptions, answer, expect_numbers
+from ultrascale.api.keywords import VerbRequest
 from ultrascale.api.planning.plan_request import SHORT
 from ultrascale.cli.terminal.parse import parse_with_overrides
 from ultrascale.cli.terminal.screen import Words, console_for_people, print_json, waiting

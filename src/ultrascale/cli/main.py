@@ -130,7 +130,7 @@ def exit_code_and_text(error: Exception, word: str) -> tuple[int, str]:
 
 
 def _system_error(key: str, rule: str, remedy: str) -> tuple[int, str]:
-    return 1, problem_list([Problem(key, rule, remedy)], is_asked=False)
+    return 1, problem_list([Problem(key, rule, remedy)], is_usage_error=False)
 
 
 def unknown_verb(word: str) -> SpecError:

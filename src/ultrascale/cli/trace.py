@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from ultrascale.api.asked import VerbRequest
+from ultrascale.api.keywords import VerbRequest
 from ultrascale.api.planning.plan_request import SHORT
 from ultrascale.api.trace import StageTraces, Trace, TraceOptions, answer
 from ultrascale.cli.terminal.parse import parse_with_overrides
@@ -15,9 +15,9 @@ from ultrascale.description.units import format_bytes
 def command(arguments: list[str]) -> int:
     """Run the verb; returns 0, or 1 with --explain-oom if the rank does not fit its device."""
     options, settings = parse_with_overrides(TraceOptions, "trace", arguments, positional={"run": "[RUN.TOML]"}, short=SHORT)
-    asked = VerbRequest(options, tuple(settings), words=tuple(arguments))
+    request = VerbRequest(options, tuple(settings), words=tuple(arguments))
     with waiting("tracing"):
-        result = answer(asked, report=lambda note: print(f"ultrascale: {note}", file=sys.stderr))
+        result = answer(request, report=lambda note: print(f"ultrascale: {note}", file=sys.stderr))
     if options.json:
         print_json(result.to_dict(), indent=1)
     elif isinstance(result, StageTraces):

@@ -38,18 +38,18 @@ def is_for_people(error: BaseException) -> bool:
 def explained(error: BaseException | str, subject: str) -> tuple[int, str]:
     """Exit code and text of an error for users, or of such a text. `subject` stands for a missing key."""
     problems = getattr(error, "problems", ()) or problems_in(str(error), subject)
-    is_asked = getattr(error, "is_asked", isinstance(error, SpecError)) or all(
+    is_usage_error = getattr(error, "is_usage_error", isinstance(error, SpecError)) or all(
         problem.key.startswith("--") for problem in problems
     )
-    return 2 if is_asked else 1, problem_list(problems, is_asked=is_asked)
+    return 2 if is_usage_error else 1, problem_list(problems, is_usage_error=is_usage_error)
 
 
-def problem_list(problems: Sequence[Problem], *, is_asked: bool = True) -> str:
-    """Every mistake: its key or file, the source of the value, the rule, and the remedy. `is_asked`: of a configuration or a
-    command rather than of a file or a disk."""
+def problem_list(problems: Sequence[Problem], *, is_usage_error: bool = True) -> str:
+    """Every mistake: its key or file, the source of the value, the rule, and the remedy. `is_usage_error`: about a configuration
+    or a command rather than a file or a disk."""
     count = len(problems)
-    head = "invalid arguments" if is_asked else "cannot go on"
-    head = "invalid configuration" if is_asked and any(map(_is_configured, problems)) else head
+    head = "invalid arguments" if is_usage_error else "cannot go on"
+    head = "invalid configuration" if is_usage_error and any(map(_is_configured, problems)) else head
     lines = [f"{head}, {count} mistakes:" if count > 1 else f"{head}:"]
     for problem in problems:
         lines += ["", problem_lines(problem)]

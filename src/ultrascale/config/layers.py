@@ -37,7 +37,7 @@ def read_files(path: Path, problems: list[Problem], *, chain: tuple[Path, ...] =
     """Layers of a TOML file, those that it extends first."""
     if path.is_dir() and (path / "run.toml").is_file():
         path = path / "run.toml"
-    text = _file_text(path, problems, asked_by=chain[-1] if chain else None)
+    text = _file_text(path, problems, extended_by=chain[-1] if chain else None)
     if text is None:
         return []
     return read_text(text, path, problems, chain=chain)
@@ -90,8 +90,8 @@ def read_flags(overrides: Sequence[str] | Mapping[str, Any], problems: list[Prob
     return layer
 
 
-def _file_text(path: Path, problems: list[Problem], *, asked_by: Path | None) -> str | None:
-    where = f"{asked_by}, extends" if asked_by else ""
+def _file_text(path: Path, problems: list[Problem], *, extended_by: Path | None) -> str | None:
+    where = f"{extended_by}, extends" if extended_by else ""
     try:
         return read_bounded(path, MOST_TOML, encoding="utf-8-sig")
     except FileNotFoundError:

@@ -75,9 +75,9 @@ def resolve(
     layers = [] if path is None else read_files(Path(path), problems)
     if path is not None and not layers:
         raise SpecError(problems)  # without its file, all further messages would be noise
-    asked = None if processes is None else (processes, processes_flag)
+    requested = None if processes is None else (processes, processes_flag)
     layers = [SettingsLayer({key: Entry(value, "default") for key, value in (defaults or {}).items()}), *layers]
-    return _resolve([*layers, read_flags(overrides, problems)], problems, require_data=require_data, processes=asked)
+    return _resolve([*layers, read_flags(overrides, problems)], problems, require_data=require_data, processes=requested)
 
 
 def run_from_toml(text: str, *, where: str = "run.toml") -> Run:

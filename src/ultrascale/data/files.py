@@ -110,7 +110,7 @@ class DataError(ValueError):
 class DataCommandError(DataError):
     """Error in the command, not in the data: a path that does not exist or is of another kind, an index out of range."""
 
-    is_asked = True
+    is_usage_error = True
 
 
 class SeveralDataErrors(DataError):

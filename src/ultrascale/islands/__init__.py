@@ -4,7 +4,7 @@
 encoding.py     moves (weight deltas) as bytes: fp32, bf16, int8, int4, and the rounding error
 link.py         a rank and its counterparts on the other islands: arrival, mean over islands, broadcast of a state
 outer_state.py  one rank's anchors, momentum, rounding residuals and moves in flight
-whole.py        transfer of a state to an island with another dp
+unsharded.py    transfer of a state to an island with another dp
 outer_loop.py   sending and applying fragments; starting, stopping early, and rejoining
 
 With a quorum, islands are started separately and continue without one that has died:

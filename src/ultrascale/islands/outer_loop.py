@@ -26,7 +26,7 @@ from torch import Tensor
 from ultrascale.checkpoint.slices import Slice
 from ultrascale.description.problems import mistake
 from ultrascale.description.run import Run
-from ultrascale.islands import whole
+from ultrascale.islands import unsharded
 from ultrascale.islands.admission import Answer, LeftOutError
 from ultrascale.islands.link import Group, Link, LostIslandError, Mean, mean_among
 from ultrascale.islands.outer_state import OuterState
@@ -137,7 +137,7 @@ class OuterLoop:
         """The outer state of each weight, after waiting for communication in flight."""
         for fragment in sorted(self._moves):
             self._await(fragment)
-        return ((f"islands.{kind}", part.held, tensor) for part in self.state.parts() for kind, tensor in part.tensors())
+        return ((f"islands.{kind}", part.shard, tensor) for part in self.state.parts() for kind, tensor in part.tensors())
 
     def facts(self) -> dict[str, Any]:
         """The JSON metadata of the state."""
@@ -216,7 +216,7 @@ class OuterLoop:
             self.expect(leader_facts["islands"])
         state = state or tensors()
         if self.islands.uneven_dp:
-            whole.hand_over(self.ranks, group, leader, state, gives=gives, takes=takes)
+            unsharded.hand_over(self.ranks, group, leader, state, gives=gives, takes=takes)
         for _, slices in () if self.islands.uneven_dp else sorted(state.items()):
             for part in slices:
                 assert group is not None

@@ -41,7 +41,7 @@ from ultrascale.parallel.share import LocalParameter, Share, local
 class Part:
     """This rank's part of one weight, and its outer state."""
 
-    held: LocalParameter
+    shard: LocalParameter
     anchor: Tensor
     momentum: Tensor | None
     residual: Tensor | None
@@ -51,7 +51,7 @@ class Part:
     @property
     def weights(self) -> Tensor:
         """The current weights."""
-        return local(self.held.parameter.detach())
+        return local(self.shard.parameter.detach())
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """The tensors of the table above that this part has, by name."""
@@ -140,13 +140,13 @@ class Bucket:
             return parts
         rows = [pad(shard.flatten(), (0, size - shard.numel())) for shard, size in zip(parts, self._sizes, strict=True)]
         every = self._gathered(torch.cat(rows)[None], "dp_shard").split(self._sizes, dim=1)  # [ranks, elements] of each
-        return [shards.flatten()[: part.held.parameter.numel()] for shards, part in zip(every, self.parts, strict=True)]
+        return [shards.flatten()[: part.shard.parameter.numel()] for shards, part in zip(every, self.parts, strict=True)]
 
     @property
     def _sizes(self) -> list[int]:
         """Elements of the largest shard of each weight, in whole rows as FSDP2 shards them."""
         assert self.grid is not None
-        shards, weights = self.grid.size(1), [part.held.parameter for part in self.parts]
+        shards, weights = self.grid.size(1), [part.shard.parameter for part in self.parts]
         return [-(-len(weight) // shards) * (weight.numel() // len(weight)) for weight in weights]
 
     def _gather(self, piece: Tensor) -> Tensor:
@@ -174,7 +174,7 @@ class Bucket:
         shard, first = self.grid.get_local_rank("dp_shard") if self.grid is not None else 0, 0
         sizes = self._sizes if together else [part.anchor.numel() for part in self.parts]
         for part, size in zip(self.parts, sizes, strict=True):
-            whole = flat[first : first + (part.held.parameter.numel() if together else size)]
+            whole = flat[first : first + (part.shard.parameter.numel() if together else size)]
             first += len(whole)
             yield (whole[shard * size :][: part.anchor.numel()] if together else whole).view_as(part.anchor)
 
@@ -189,9 +189,9 @@ class OuterState:
 
     def __post_init__(self) -> None:
         fragments: list[dict[bool, list[Part]]] = [defaultdict(list) for _ in range(self.islands.fragments)]
-        for held in self.share.local_parameters:
-            apart, _ = replicas_of(held.weight, self.share.model, self.share.layout)
-            fragments[self.islands.fragment(held.weight)][apart].append(self._part(held))
+        for shard in self.share.local_parameters:
+            apart, _ = replicas_of(shard.weight, self.share.model, self.share.layout)
+            fragments[self.islands.fragment(shard.weight)][apart].append(self._part(shard))
         self.fragments = [[self._bucket(parts, apart) for apart, parts in fragment.items()] for fragment in fragments]
 
     def sent_bytes(self) -> int:
@@ -252,12 +252,12 @@ class OuterState:
         increment_version(self.share.parameters())  # low-precision copies are refreshed
         self.share.expect_other_weights()
 
-    def _part(self, held: LocalParameter) -> Part:
-        weight = local(held.parameter.detach())
+    def _part(self, shard: LocalParameter) -> Part:
+        weight = local(shard.parameter.detach())
         anchor = torch.empty_like(weight, device="meta" if weight.is_meta else "cpu").copy_(weight)  # meta: a trace
         momentum = torch.zeros_like(anchor) if self.islands.outer.momentum else None
         residual = torch.zeros_like(anchor) if self.islands.dtype != "fp32" else None
-        part = Part(held, anchor, momentum, residual)
+        part = Part(shard, anchor, momentum, residual)
         if self.islands.overlap_steps:
             part.allow_overlap()
         return part
@@ -267,12 +267,12 @@ class OuterState:
             self.islands,
             self.share.layout,
             self.share.mesh.coordinates,
-            parts[0].held.parameter,
+            parts[0].shard.parameter,
         )
         grid = parameter.device_mesh if isinstance(parameter, DTensor) else None
         copy, shard = (0, 0) if grid is None else (grid.get_local_rank("dp_replicate"), grid.get_local_rank("dp_shard"))
         if islands.uneven_dp:
-            num_senders, elements = islands.num_senders(layout, experts=experts), sum(p.held.parameter.numel() for p in parts)
+            num_senders, elements = islands.num_senders(layout, experts=experts), sum(p.shard.parameter.numel() for p in parts)
             place = (
                 f"pp {coordinates.pp}, ep {coordinates.ep}, expert_tp {coordinates.expert_tp}"
                 if experts

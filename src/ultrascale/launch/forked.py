@@ -148,7 +148,7 @@ def _run_here(world: int, function: Callable[..., Any], arguments: tuple[Any, ..
 
 @contextmanager
 def nothing_collected() -> Iterator[None]:
-    """Context for forking: until it calls `keep_to_own_garbage`, no process garbage-collects objects of its caller."""
+    """Context for forking: until it calls `freeze_inherited_objects`, no process garbage-collects objects of its caller."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -172,7 +172,7 @@ def leave_if_amid_lookup() -> None:
         os._exit(AMID_LOOKUP)
 
 
-def keep_to_own_garbage() -> None:
+def freeze_inherited_objects() -> None:
     """Exclude objects from before the fork from garbage collection: torch's stores wait for threads that were not forked, and
     traversing a large process copies its pages."""
     gc.freeze()
@@ -204,7 +204,7 @@ def _ending(exit_code: int) -> str:
 def _rank_main(
     folder: Path, rank: int, world: int, function: Callable[..., Any], arguments: tuple[Any, ...], looks_up: bool
 ) -> None:
-    keep_to_own_garbage()
+    freeze_inherited_objects()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent receives the signal too, and ends us
     threading.Thread(target=_end_with_parent, daemon=True).start()
     if looks_up:

@@ -70,7 +70,7 @@ CONTROLS = (
 BY_NAME = {control.name: control for control in CONTROLS}
 OTHER_KEYS = ("file", "why", "part")
 """Keys of a question that are not controls: a dropped file; a request for reasons, other numbers of devices and other machines;
-a request for one part of the answer (`page.shown.PARTS`).
+a request for one part of the answer (`page.plan_data.PARTS`).
 """
 
 

@@ -73,7 +73,7 @@ def build_share(
             apply_mixed_precision(stage, TORCH_DTYPE[layout.precision])
     gathered = gather_in_fp8(model, stages, layout, mesh, TORCH_DTYPE[layout.precision])
     history = history_of(model, stages, layout, ranks.device)
-    return Share(model, layout, mesh, stages, _held(model, stages, places), history, gathered)
+    return Share(model, layout, mesh, stages, _local_parameters(model, stages, places), history, gathered)
 
 
 def build_stage(stage: Decoder, mesh: Mesh, *, compile_blocks: bool) -> Decoder:
@@ -138,7 +138,7 @@ def _names_in(stage: Decoder, places: dict[str, WeightShard]) -> dict[str, Weigh
     return {name: places[name] for name, _ in stage.named_parameters()}
 
 
-def _held(model: Model, stages: dict[int, Decoder], places: dict[str, WeightShard]) -> list[LocalParameter]:
+def _local_parameters(model: Model, stages: dict[int, Decoder], places: dict[str, WeightShard]) -> list[LocalParameter]:
     table = {weight.name: weight for weight in weights(model)}
     return [
         LocalParameter(name, parameter, table[name], places[name], is_second=name == TIED and not stage.is_first)

@@ -116,8 +116,8 @@ def experts_differ(model: Model, layout: Layout) -> bool:
 
 def copies_of(model: Model, layout: Layout) -> list[int]:
     """Sizes of the groups of neighbouring ranks that must sum some weight's gradient."""
-    places = (shard_of(weight, layout, Coordinates.of(layout, 0)) for weight in weights(model))
-    return sorted({weight_place.num_replicas for weight_place in places if weight_place.is_partial})
+    shards = (shard_of(weight, layout, Coordinates.of(layout, 0)) for weight in weights(model))
+    return sorted({shard.num_tp_copies for shard in shards if shard.is_partial})
 
 
 def copies_axis(count: int) -> str:

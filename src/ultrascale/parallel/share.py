@@ -53,7 +53,7 @@ class LocalParameter(NamedTuple):
     name: str
     parameter: nn.Parameter
     weight: Weight
-    place: WeightShard
+    weight_shard: WeightShard
     is_second: bool = False
     """True for the head's copy of a tied embedding, which the first stage holds too."""
 
@@ -86,15 +86,15 @@ class Share:
 
     def parameters(self) -> list[nn.Parameter]:
         """Every parameter of this rank, sharded by ZeRO."""
-        return [held.parameter for held in self.local_parameters]
+        return [shard.parameter for shard in self.local_parameters]
 
     def named(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Every parameter by its global name; a tied embedding appears once."""
         names: set[str] = set()
-        for held in self.local_parameters:
-            if held.name not in names:
-                names.add(held.name)
-                yield held.name, held.parameter
+        for shard in self.local_parameters:
+            if shard.name not in names:
+                names.add(shard.name)
+                yield shard.name, shard.parameter
 
     def finish_gradients(self) -> None:
         """Sum the partial gradients of ranks that hold the same weights. Collective; once a step."""
@@ -119,8 +119,8 @@ class Share:
         nothing = torch.zeros(1, device=self.mesh.device)
         grads = [
             grad
-            for held in self.local_parameters
-            if self._counts(held) and (grad := local_gradient(held.parameter)) is not None and grad.numel()
+            for shard in self.local_parameters
+            if self._counts(shard) and (grad := local_gradient(shard.parameter)) is not None and grad.numel()
         ]
         is_cut = not is_cuda(self.mesh.device)
         pieces = [piece for gradient in grads for piece in gradient.flatten().split(NORM_PIECE)] if is_cut else grads
@@ -132,25 +132,25 @@ class Share:
                 dist.all_reduce(squares)
         return squares.sqrt()
 
-    def _counts(self, held: LocalParameter) -> bool:
-        """True if this rank adds `held` to the norm: only the first of the ranks with the same elements does."""
-        if held.is_second or held.place.replica or self.mirror < self.mesh.coordinates.pp:
+    def _counts(self, shard: LocalParameter) -> bool:
+        """True if this rank adds `shard` to the norm: only the first of the ranks with the same elements does."""
+        if shard.is_second or shard.weight_shard.tp_copy or self.mirror < self.mesh.coordinates.pp:
             return False
-        mesh = held.parameter.device_mesh if isinstance(held.parameter, DTensor) else None
+        mesh = shard.parameter.device_mesh if isinstance(shard.parameter, DTensor) else None
         return mesh is None or mesh.get_local_rank("dp_replicate") == 0
 
     def _sum_copies(self) -> None:
         """Sum gradients of weights that several ranks hold whole and each computed only partially."""
         groups: dict[int, list[Tensor]] = defaultdict(list)
-        for held in self.local_parameters:
-            if held.place.is_partial:
-                groups[held.place.num_replicas].append(_gradient_or_zeros(held.parameter))
-        for num_replicas in sorted(groups):
-            _sum_over(groups[num_replicas], self.mesh.neighbours(num_replicas))
+        for shard in self.local_parameters:
+            if shard.weight_shard.is_partial:
+                groups[shard.weight_shard.num_tp_copies].append(_gradient_or_zeros(shard.parameter))
+        for num_tp_copies in sorted(groups):
+            _sum_over(groups[num_tp_copies], self.mesh.neighbours(num_tp_copies))
 
     def _sum_tied(self) -> None:
         """Sum the two gradients of a tied embedding, if the first and the last stage both hold it."""
-        tied = [held.parameter for held in self.local_parameters if held.name == TIED]
+        tied = [shard.parameter for shard in self.local_parameters if shard.name == TIED]
         if len(tied) == 2:  # both ends are here, as in a V-shaped schedule
             first, last = map(_gradient_or_zeros, tied)
             last.copy_(first.add_(last))
@@ -166,12 +166,12 @@ class Share:
         """Sum gradients of weights that another pipeline rank (the mirror) also holds, one after the other; a tied embedding
         whose two ends are on this rank gets the sum of both."""
         firsts: dict[str, Tensor] = {}
-        for held in self.local_parameters:
-            gradient = _gradient_or_zeros(held.parameter)
-            if held.is_second and held.name in firsts:
-                gradient.copy_(firsts[held.name])
+        for shard in self.local_parameters:
+            gradient = _gradient_or_zeros(shard.parameter)
+            if shard.is_second and shard.name in firsts:
+                gradient.copy_(firsts[shard.name])
             elif gradient.numel():
-                firsts[held.name] = gradient
+                firsts[shard.name] = gradient
                 self._add_received(gradient, self.mirror, Tag.MIRROR, gradient)
 
     def _add_received(self, gradient: Tensor, other: int, tag: Tag, sent: Tensor) -> None:

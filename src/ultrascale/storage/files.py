@@ -81,7 +81,7 @@ class FileStore(Store):
             for entry in sorted(self._entries(prefix), key=lambda entry: entry.name):
                 if entry.is_dir():
                     folders.append(entry.name)
-                elif not _is_own(entry.name):
+                elif not _is_internal(entry.name):
                     objects.append(_stored(entry.stat(), entry.name))
         return objects, folders
 
@@ -165,5 +165,5 @@ def _version(data: bytes) -> Version:
     return Version(hashlib.sha256(data).hexdigest())
 
 
-def _is_own(name: str) -> bool:
+def _is_internal(name: str) -> bool:
     return name.startswith(_PARTIAL) or name == _LOCK

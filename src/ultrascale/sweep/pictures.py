@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from ultrascale.measure.plots import GIB, GRID, INK, LINE, MIB, SECOND, new_figure, save_figure
+from ultrascale.sweep.accuracy import MeasuredCell
 from ultrascale.sweep.cells import CellPlace
 from ultrascale.sweep.grid import Axis, SweepCell
-from ultrascale.sweep.held import MeasuredCell
 
 SHADES = ("#eef3fa", "#3b6fb6")
 FEWEST_POINTS = 2

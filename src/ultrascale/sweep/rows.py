@@ -10,8 +10,8 @@ from typing import Any
 from ultrascale.catalogue.cluster import parse_cluster
 from ultrascale.description.run import Run
 from ultrascale.plan.memory.replay import num_micro_batches
+from ultrascale.sweep.accuracy import MeasuredCell
 from ultrascale.sweep.cells import CellPlace, Failure
-from ultrascale.sweep.held import MeasuredCell
 
 GIB = 2**30
 COLUMNS: tuple[str, ...] = (

@@ -134,11 +134,11 @@ def _once_a_step(run: Run, rank: int) -> Iterator[tuple[tuple[str, tuple[int, in
     itemsize, coordinates = DTYPE_BYTES[layout.master_dtype], Coordinates.of(layout, rank)
     shares: Counter[int] = Counter()
     for weight in _weights_of_rank(run, rank):
-        held = shard_of(weight, layout, coordinates)
-        if held.is_partial:
-            shares[held.num_replicas] += prod(part_shape(weight, layout, rank))
-    for num_replicas, elements in shares.items():
-        yield ("all_reduce", (num_replicas, 1)), elements * itemsize
+        shard = shard_of(weight, layout, coordinates)
+        if shard.is_partial:
+            shares[shard.num_tp_copies] += prod(part_shape(weight, layout, rank))
+    for num_tp_copies, elements in shares.items():
+        yield ("all_reduce", (num_tp_copies, 1)), elements * itemsize
     yield ("all_reduce", (layout.world_size, 1)), NORM_BYTES
     yield ("all_reduce", (layout.world_size, 1)), num_slots(model, layout) * SLOT_BYTES
     whole = [replace(weight, shape=shard_of(weight, layout, coordinates).shape) for weight in _weights_of_rank(run, rank)]

@@ -107,7 +107,7 @@ class Trainer:
             (bool(run.model.num_experts), BalancedExperts),
             (run.compile, FreedAfterCompiling),
         ]
-        return [kind(self) for asked, kind in kinds if asked]
+        return [kind(self) for is_enabled, kind in kinds if is_enabled]
 
     @property
     def decoder(self) -> Decoder:

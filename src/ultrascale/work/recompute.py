@@ -9,7 +9,7 @@ Three modes, of which a block has one (`description.recomputed` names them):
                freed after its last
 
 A region saves its inputs. So a norm costs its input, which the residual stream saves anyway, and an activation function the two
-tensors that its own backward pass reads. The trainer implements this in `parallel.activations.remade` and
+tensors that its own backward pass reads. The trainer implements this in `parallel.activations.regions` and
 `parallel.activations.recompute`; `plan` simulates it (`stage_replay`, `block_memory`) and prices it.
 """
 
@@ -96,11 +96,11 @@ def resolved(recompute: BlockRecompute | None, model: Model, layer: int, paralle
     if recompute is None or SELECTIVE_MODULES not in recompute.modules:
         return recompute
     layer = min(layer, model.num_hidden_layers - 1)
-    asked = model, model.is_moe(layer), dispatches_tokens(parallelism)
+    block = model, model.is_moe(layer), dispatches_tokens(parallelism)
     rounds = parallelism.precision in NARROW and (isinstance(parallelism, Shape) or layer in fp8_layers(model, parallelism))
-    if rounds and not _saves_rounded(*asked, parallelism.precision):
+    if rounds and not _saves_rounded(*block, parallelism.precision):
         return ELEMENTWISE
-    return BlockRecompute(False, modules=frozenset(selective_modules(*asked)))
+    return BlockRecompute(False, modules=frozenset(selective_modules(*block)))
 
 
 @lru_cache(maxsize=256)

@@ -15,7 +15,7 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
-from ultrascale.api.asked import read_keywords
+from ultrascale.api.keywords import read_keywords
 from ultrascale.api.planning.plan_conflicts import (
     refuse_conflicts,
     refuse_imbalance,

@@ -11,7 +11,7 @@ from ultrascale.api.planning.plan_result import Plan
 from ultrascale.api.planning.run_of import conditions
 from ultrascale.description.problems import mistake
 from ultrascale.description.units import parse_tokens
-from ultrascale.page.shown import PagePlan
+from ultrascale.page.plan_data import PagePlan
 
 
 def page_plan(plan: Plan) -> PagePlan:
@@ -38,7 +38,7 @@ def write_png(plan: Plan, folder: str) -> list[Path]:
     """Write the charts of the plan, one PNG each. Raises SpecError if there are no times to draw, NotInstalledError without
     matplotlib."""
     from ultrascale.page.pictures import write_pictures
-    from ultrascale.page.shown import answer
+    from ultrascale.page.plan_data import answer
 
     with naming_extras("plan --png"):
         return write_pictures(answer(page_plan(plan), list(plan.request.words)), Path(folder))
@@ -46,7 +46,7 @@ def write_png(plan: Plan, folder: str) -> list[Path]:
 
 def write_html(plan: Plan, path: str) -> None:
     """Write the plan as one self-contained HTML file. Raises SpecError if there are no times to draw."""
-    from ultrascale.page.one_file import one_file
-    from ultrascale.page.shown import answer
+    from ultrascale.page.html_file import plan_file
+    from ultrascale.page.plan_data import answer
 
-    Path(path).write_text(one_file(answer(page_plan(plan), list(plan.request.words))), encoding="utf-8")
+    Path(path).write_text(plan_file(answer(page_plan(plan), list(plan.request.words))), encoding="utf-8")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ultrascale.api.asked import VerbRequest
+from ultrascale.api.keywords import VerbRequest
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ultrascale.api.displays import Rows, TableRow, bars, html, shares
 from ultrascale.api.planning.plan_request import PlanRequest
 from ultrascale.api.schemas.stamp import stamped
-from ultrascale.api.shown import Rows, TableRow, bars, html, shares
 from ultrascale.config.resolve import to_toml
 from ultrascale.description.layout import Layout
 from ultrascale.description.run import Run
@@ -205,7 +205,7 @@ class Search(Rows):
 
     def plot(self) -> Any:
         """A matplotlib figure: step time against memory of every ranked layout. Raises NotInstalledError without matplotlib."""
-        from ultrascale.api.shown import scatter
+        from ultrascale.api.displays import scatter
 
         return scatter(repr(self), self.rows(), "needed_bytes", "step_seconds")
 

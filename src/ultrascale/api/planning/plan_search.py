@@ -49,7 +49,7 @@ class SearchOutcome:
     """Layout fields that are not searched."""
     constraints: Constraints
     """Searched fields that are fixed to given values."""
-    tokens_asked: str | None
+    requested_tokens: str | None
     """Tokens per batch, as written in the request."""
     scaling_points: tuple[ScalingPoint, ...] = ()
     """Best layouts on other numbers of GPUs; only with `explain`, as for `better_clusters`."""
@@ -108,7 +108,7 @@ def searched(
     options = request.options
     settings, run_words = _split(request)
     constraints, base = _choices(settings)
-    run, tokens_asked = _described(options, run_words, constraints, base, cluster)
+    run, requested_tokens = _described(options, run_words, constraints, base, cluster)
     refuse_imbalance(options, run.model)
     if problems := not_searched(stack, base):
         raise SpecError(problems)
@@ -122,7 +122,7 @@ def searched(
     drawn = options.json or options.explain or options.html or options.png
     num_shown = options.rows if options.brief and not drawn else None
     result = search(workload, base=base, constraints=constraints, shown=num_shown, on_progress=report_share)
-    if tokens_asked is not None and (nearer := _nearer_batch(tokens_asked, run, result.best)) is not None:
+    if requested_tokens is not None and (nearer := _nearer_batch(requested_tokens, run, result.best)) is not None:
         run = replace(run, batch=replace(run.batch, sequences_per_batch=nearer))
         result = search(
             replace(workload, sequences_per_batch=nearer),
@@ -135,20 +135,20 @@ def searched(
     assert best is not None
     layout = replace(best.layout, **{name: getattr(base, name) for name in UNPRICED_FIELDS})
     chosen = plan_run(replace(run, layout=layout), cluster, stack, **conditions(options))
-    return SearchOutcome(result, base, constraints, tokens_asked), chosen
+    return SearchOutcome(result, base, constraints, requested_tokens), chosen
 
 
-def _nearer_batch(tokens_asked: str, run: Run, best: Prediction | None) -> int | None:
+def _nearer_batch(requested_tokens: str, run: Run, best: Prediction | None) -> int | None:
     """Number of sequences of the batch that is nearest to the request among those that the best layout's own ranks can share;
     None if it is hardly nearer than the batch that was searched, which more ranks can share."""
     if best is None:
         return None
     length, now = run.batch.sequence_length, run.batch.sequences_per_batch
     try:
-        nearest = sequences_for_tokens(tokens_asked, length, multiple=best.layout.dp * best.layout.micro_batch_size)
+        nearest = sequences_for_tokens(requested_tokens, length, multiple=best.layout.dp * best.layout.micro_batch_size)
     except UnitError:
         return None
-    wanted = parse_tokens(tokens_asked)
+    wanted = parse_tokens(requested_tokens)
     gained = abs(now * length - wanted) - abs(nearest * length - wanted)
     return nearest if gained > MIN_BATCH_GAIN * wanted else None
 
@@ -245,13 +245,13 @@ def _described(
     defaults = run_defaults(options, dp=1) | {"layout.precision": base.precision}
     length = resolve(None, words, defaults=defaults).run.batch.sequence_length
     entry = read_flags(words, []).entries.get("batch.tokens_per_batch")
-    tokens_asked = options.tokens_per_batch if entry is None else entry.value
+    requested_tokens = options.tokens_per_batch if entry is None else entry.value
     if entry is not None:
-        micro, dp = _batch_split(tokens_asked, constraints, cluster.num_accelerators, length)
+        micro, dp = _batch_split(requested_tokens, constraints, cluster.num_accelerators, length)
         defaults |= {"layout.micro_batch_size": micro, "layout.dp": dp}
     else:
         defaults["batch.sequences_per_batch"] = cluster.num_accelerators * constraints.get("micro_batch_size", (1,))[0]
-    return resolve(None, words, defaults=defaults).run, tokens_asked
+    return resolve(None, words, defaults=defaults).run, requested_tokens
 
 
 def _batch_split(text: str | None, constraints: dict[str, tuple[Any, ...]], num_gpus: int, length: int) -> tuple[int, int]:

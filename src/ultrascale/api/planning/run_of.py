@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ultrascale.api.asked import VerbRequest
+from ultrascale.api.keywords import VerbRequest
 from ultrascale.api.planning.plan_request import SHORT, PlanOptions
 from ultrascale.catalogue.cluster import Cluster, parse_cluster
 from ultrascale.description.problems import mistake
@@ -111,10 +111,10 @@ def planned_run(described: ModelAndMachines, settings: tuple[str, ...] | list[st
         remedy = "Keep one of the two; settings of a file are changed by flags such as --layout.tp 2."
         raise mistake("--model", f"describes a run, and the file {run} is given too", remedy)
     words = [word for name, value in vars(described).items() if value for word in (f"--{name.replace('_', '-')}", str(value))]
-    asked = VerbRequest(
+    request = VerbRequest(
         PlanOptions(**vars(described), runnable=_is_searched(described)), tuple(settings), (), (*words, *settings)
     )
-    plan = answer(asked)
+    plan = answer(request)
     if not plan.fits:
         rule = f"no layout of {described.model} fits on {described.gpus}"
         raise mistake("--gpus", rule, f"{plan.command} says how much is missing; {verb} fewer or larger GPUs.")

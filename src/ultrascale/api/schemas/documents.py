@@ -20,7 +20,7 @@ from ultrascale.measure.machine.timed import Timed
 from ultrascale.plan.costs.budget import Bought
 from ultrascale.plan.search.explain import Change, Marginal, Rung
 from ultrascale.plan.search.space import Refusal
-from ultrascale.sweep.held import Held
+from ultrascale.sweep.accuracy import Held
 from ultrascale.train.speed import Speed
 from ultrascale.validation.scores import Errors
 

@@ -14,8 +14,8 @@ from textwrap import indent, wrap
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from ultrascale.api.asked import COMMAND_LINE_ONLY
 from ultrascale.api.check import CheckOptions, check
+from ultrascale.api.keywords import COMMAND_LINE_ONLY
 from ultrascale.api.planning.plan import compare, plan, search
 from ultrascale.api.planning.plan_request import PlanOptions
 from ultrascale.api.report import ReportOptions, report

@@ -69,7 +69,7 @@ def _weights_of_parts(trainer: Trainer) -> Iterator[None]:
 
 
 @plants("cp-own-lse")
-def _own_lse(trainer: Trainer) -> Iterator[None]:
+def _local_lse(trainer: Trainer) -> Iterator[None]:
     backward = context_attention.attend_backward
 
     def alone(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, **options: Any) -> Any:

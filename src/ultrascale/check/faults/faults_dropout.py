@@ -16,7 +16,7 @@ from ultrascale.train.trainer import Trainer
 
 
 @plants("dropout-own-places")
-def _own_places(trainer: Trainer) -> Iterator[None]:
+def _local_places(trainer: Trainer) -> Iterator[None]:
     to_device = trainer.to_device
 
     def with_local_places(sequences: Any) -> MicroBatch:

@@ -139,5 +139,5 @@ def _mirror_drifts(trainer: Trainer) -> Iterator[None]:
 
 @plants("norm-of-mirrors")
 def _norm_of_mirrors(trainer: Trainer) -> Iterator[None]:
-    with patch.object(Share, "_counts", lambda share, shard: not shard.is_second and not shard.place.replica):
+    with patch.object(Share, "_counts", lambda share, shard: not shard.is_second and not shard.weight_shard.tp_copy):
         yield

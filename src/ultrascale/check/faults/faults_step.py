@@ -80,7 +80,7 @@ def _norm_overcount(trainer: Trainer) -> Iterator[None]:
 
 @plants("norm-of-replicas")
 def _norm_of_replicas(trainer: Trainer) -> Iterator[None]:
-    with _counting(trainer, lambda share, shard: not shard.is_second and not shard.place.replica):
+    with _counting(trainer, lambda share, shard: not shard.is_second and not shard.weight_shard.tp_copy):
         yield
 
 

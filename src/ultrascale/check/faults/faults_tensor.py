@@ -139,24 +139,30 @@ def _copies(trainer: Trainer) -> Iterator[None]:
 
 @plants("tp-copies-twice")
 def _copies_twice(trainer: Trainer) -> Iterator[None]:
-    held, mesh, tp = trainer.share.local_parameters, trainer.share.mesh, trainer.run.layout.tp
+    shards, mesh, tp = trainer.share.local_parameters, trainer.share.mesh, trainer.run.layout.tp
     known, whole = mesh.neighbours, mesh.group("tp")  # a right run has no group of copies here
     trainer.share.local_parameters = [
-        old._replace(place=old.place._replace(is_partial=old.place.num_replicas > 1)) for old in held
+        shard._replace(weight_shard=shard.weight_shard._replace(is_partial=shard.weight_shard.num_tp_copies > 1))
+        for shard in shards
     ]
     with patch.object(mesh, "neighbours", lambda count: whole if count == tp else known(count)):
         yield
-    trainer.share.local_parameters = held
+    trainer.share.local_parameters = shards
 
 
 @plants("tp-key-heads")
 def _key_heads(trainer: Trainer) -> Iterator[None]:
-    held, heads = trainer.share.local_parameters, ("k_proj.weight", "v_proj.weight")
+    shards, heads = trainer.share.local_parameters, ("k_proj.weight", "v_proj.weight")
     trainer.share.local_parameters = [
-        old._replace(place=old.place._replace(is_partial=old.place.is_partial and not old.name.endswith(heads))) for old in held
+        shard._replace(
+            weight_shard=shard.weight_shard._replace(
+                is_partial=shard.weight_shard.is_partial and not shard.name.endswith(heads)
+            )
+        )
+        for shard in shards
     ]
     yield
-    trainer.share.local_parameters = held
+    trainer.share.local_parameters = shards
 
 
 @plants("tp-shared-key")

@@ -93,18 +93,19 @@ def _unpacked(dtype: torch.dtype, shape: tuple[int, ...], content: bytes) -> Ten
 
 def _assemble_all(everything: list[list[NamedBox]]) -> Gathered:
     shapes = {name: shape for rank in everything for name, shape, _ in rank}
-    held: dict[str, list[TensorBox]] = {name: [] for name in shapes}
+    boxes: dict[str, list[TensorBox]] = {name: [] for name in shapes}
     for rank in everything:
         for name, _, part in rank:
-            held[name].append(part)
-    whole = {name: _assemble(name, shapes[name], held[name]) for name in held}
-    return Gathered(whole, [name for name in held if _differ(held[name])])
+            boxes[name].append(part)
+    whole = {name: _assemble(name, shapes[name], boxes[name]) for name in boxes}
+    return Gathered(whole, [name for name in boxes if _differ(boxes[name])])
 
 
 def _boxes(shard: LocalParameter, values: Tensor) -> list[NamedBox]:
     """Boxes of this rank's shard of a tensor that is sharded as its parameter is."""
     return [
-        (shard.name, shard.weight.shape, TensorBox(*box)) for box in shard_boxes(shard.parameter, shard.place, values.detach())
+        (shard.name, shard.weight.shape, TensorBox(*box))
+        for box in shard_boxes(shard.parameter, shard.weight_shard, values.detach())
     ]
 
 

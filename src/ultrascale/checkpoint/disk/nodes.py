@@ -33,7 +33,7 @@ class NodeDisks:
     """For each rank, the lowest rank that sees the same folder."""
 
     @property
-    def are_one(self) -> bool:
+    def are_shared(self) -> bool:
         """True if all ranks see one folder."""
         return not any(self.leaders)
 

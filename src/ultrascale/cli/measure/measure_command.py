@@ -20,7 +20,7 @@ from ultrascale.description.problems import Problem, SpecError, mistake
 from ultrascale.description.rank_environment import env_rank
 from ultrascale.description.run import Run
 from ultrascale.page.documents import step_document
-from ultrascale.page.one_file import expect_writable, write_document
+from ultrascale.page.html_file import expect_writable, write_document
 from ultrascale.train.corpora import expect_startable
 from ultrascale.train.folder.run_folder import RunFolder
 

@@ -14,9 +14,9 @@ from ultrascale.api.sweep import Sweep, SweepGrid, SweepOptions, answer
 from ultrascale.cli.terminal.parse import parse_with_overrides
 from ultrascale.cli.terminal.screen import console_for_people, print_json
 from ultrascale.description.units import count_of, format_bytes, format_seconds, format_share
+from ultrascale.sweep.accuracy import Held, MeasuredCell
 from ultrascale.sweep.cells import CellPlace
 from ultrascale.sweep.grid import Axis, SweepCell, names_of, split_axes
-from ultrascale.sweep.held import Held, MeasuredCell
 
 MOST_REFUSED = 8
 """Most reasons printed."""

@@ -20,7 +20,7 @@ from ultrascale.cli.plan.plan_command import request_of
 from ultrascale.cli.terminal.parse import parse
 from ultrascale.description.problems import mistake
 from ultrascale.page.controls import words_of
-from ultrascale.page.shown import PARTS, PagePlan, answer
+from ultrascale.page.plan_data import PARTS, PagePlan, answer
 
 CACHED_PLANS = 8
 """Number of cached searches, so that asking for an explanation does not search again."""
@@ -72,7 +72,7 @@ def command(arguments: list[str]) -> int:
 
 
 def question(form: dict[str, Any]) -> dict[str, Any]:
-    """Answer to a question from the page (`page.controls`): data to draw (`page.shown`; only one `part`, if requested), or
+    """Answer to a question from the page (`page.controls`): data to draw (`page.plan_data`; only one `part`, if requested), or
     {"error": ...} with the message of the command line."""
     with TemporaryDirectory() as folder:
         try:

@@ -24,7 +24,7 @@ def show_search(plan: Plan, searched: SearchOutcome) -> None:
     """Print the ranking, the plan of the best layout, the explanation if requested, the top of the ranking again, and next
     commands."""
     console, options, result = console_for_people(), plan.request.options, searched.result
-    console.print(Text(_batch_note(searched.tokens_asked, result.workload), style="dim"))
+    console.print(Text(_batch_note(searched.requested_tokens, result.workload), style="dim"))
     if result.best is None:
         console.print(f"[bold red]{no_layout_fits(result)}[/]")
         console.print(_what_would_fit(searched) + "\n")

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import MappingProxyType, NoneType, UnionType
 from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from ultrascale.api.asked import MIN_SIMILARITY, as_kind, unknown_flag
+from ultrascale.api.keywords import MIN_SIMILARITY, as_kind, unknown_flag
 from ultrascale.config.schema import STAND_INS, leaves, unknown_key
 from ultrascale.description.problems import Problem, SpecError, mistake
 

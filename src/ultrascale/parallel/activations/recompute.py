@@ -1,7 +1,7 @@
 """Activation recomputation: save less in the forward pass, and compute it again in the backward pass.
 
     none        save what autograd saves
-    MODULES     save it except for the results of named modules, such as `norm+moe_act` (`parallel.activations.remade`)
+    MODULES     save it except for the results of named modules, such as `norm+moe_act` (`parallel.activations.regions`)
     selective   the modules that save most memory per second in this model (`work.recompute.selective_modules`)
     sel...+KIND save results of GEMMs and attention except those of a kind, such as `selective+mlp`; recompute all else
     full        save each block's input; run the block again
@@ -38,7 +38,7 @@ from ultrascale.models.experts import Experts, LocalDispatch, MoE
 from ultrascale.models.feed_forward import MLP, GatedMLP
 from ultrascale.parallel import all_to_all
 from ultrascale.parallel.activations.partitioned_checkpoints import keep_local_part
-from ultrascale.parallel.activations.remade import RecomputedRegions
+from ultrascale.parallel.activations.regions import RecomputedRegions
 from ultrascale.parallel.context import context_operation
 from ultrascale.parallel.expert.expert_sequences import WholeSequences
 from ultrascale.parallel.precision import fp8_wires

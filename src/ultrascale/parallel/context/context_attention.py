@@ -84,10 +84,14 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, setting: Setting) -> tup
     """out [B, H, S/n, E'] and lse [B, H, S/n], in the dtype of sums (`dtype_of_sums`)."""
     hops = zip(_keys(key, value, setting).hops(), setting.mask.hops, strict=True)
     joined: tuple[Tensor, Tensor] | None = None
-    for held, blocks in hops:
+    for keys_values, blocks in hops:
         for block in blocks:
             out, lse = attend(
-                *_block(query, held, block), mask=block.mask, is_causal=block.is_causal, scale=setting.scale, core=setting.core
+                *_block(query, keys_values, block),
+                mask=block.mask,
+                is_causal=block.is_causal,
+                scale=setting.scale,
+                core=setting.core,
             )
             if setting.ring.size == 1 and len(blocks) == 1:
                 return out, lse
@@ -120,12 +124,12 @@ def _backward(
     mask, ring, wide = setting.mask, setting.ring, dtype_of_sums(query.dtype)
     going_home = (ScatteredGradients if setting.gathers else RingGradients)(key, value, mask, ring, wide)
     total_query, total_key, total_value = (_Total(like, wide) for like in (query, key, value))
-    for distance, (held, blocks) in enumerate(zip(_keys(key, value, setting).hops(), mask.hops, strict=True)):
+    for distance, (keys_values, blocks) in enumerate(zip(_keys(key, value, setting).hops(), mask.hops, strict=True)):
         parts = []
         for block in blocks:
             place = (block.sequences, slice(None), block.queries)
             block_grads = attend_backward(
-                grad_out[place], *_block(query, held, block), out[place], lse[place],
+                grad_out[place], *_block(query, keys_values, block), out[place], lse[place],
                 mask=block.mask, is_causal=block.is_causal, scale=setting.scale, core=setting.core,
             )  # fmt: skip
             total_query.add(block.queries, block_grads[0], block.sequences)
@@ -167,12 +171,12 @@ def _keys(key: Tensor, value: Tensor, setting: Setting) -> GatheredKeys | RingKe
     return (GatheredKeys if setting.gathers else RingKeys)(key, value, setting.mask, setting.ring)
 
 
-def _block(query: Tensor, held: KeyValueBlock | None, block: Block) -> tuple[Tensor, Tensor, Tensor]:
+def _block(query: Tensor, keys_values: KeyValueBlock | None, block: Block) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values of a block."""
-    assert held is not None, "a block without keys"
-    keys = slice(block.keys.start - held.first, block.keys.stop - held.first)
+    assert keys_values is not None, "a block without keys"
+    keys = slice(block.keys.start - keys_values.first, block.keys.stop - keys_values.first)
     sequences = block.sequences
-    return query[sequences, :, block.queries], held.key[sequences, :, keys], held.value[sequences, :, keys]
+    return query[sequences, :, block.queries], keys_values.key[sequences, :, keys], keys_values.value[sequences, :, keys]
 
 
 def _packed_over(slots: Slots, parts: list[tuple[Block, Tensor]], batch: int) -> Tensor | None:

@@ -112,7 +112,7 @@ class RingKeys:
     def hops(self) -> Iterator[KeyValueBlock | None]:
         """This rank's own keys and values, then at each hop those of the next rank, or None where no rank needs any from here
         on."""
-        held, width = KeyValueBlock(self.key, self.value, 0), self.key.shape[-1]
+        keys_values, width = KeyValueBlock(self.key, self.value, 0), self.key.shape[-1]
         packed: Tensor | None = None
         for distance in range(self.ring.size):
             going, coming = self._to_send(distance), self._to_send(distance, of_next=True)
@@ -121,14 +121,14 @@ class RingKeys:
             sends = (
                 []
                 if packed is None or going == NOTHING
-                else [(self.ring.rank(self.ring.place - 1), _part(packed, held, going))]
+                else [(self.ring.rank(self.ring.place - 1), _part(packed, keys_values, going))]
             )
             packed = None if coming == NOTHING else buffer_for(coming, self.key, self.value, self.key.dtype)
             receives = [] if packed is None else [(self.ring.rank(self.ring.place + 1), packed)]
             messages = Messages(self.ring.group, Tag.KEYS, sends, receives)
-            yield held
+            yield keys_values
             messages.wait()
-            held = None if packed is None else KeyValueBlock(*unpack(packed, width), coming[0])
+            keys_values = None if packed is None else KeyValueBlock(*unpack(packed, width), coming[0])
 
     def _to_send(self, distance: int, *, of_next: bool = False) -> Slots:
         """Slots that this rank sends (or, `of_next`, receives from the next rank) as hop `distance` begins."""
@@ -182,9 +182,9 @@ class RingGradients:
         return buffer
 
 
-def _part(packed: Tensor, held: KeyValueBlock | None, slots: Slots) -> Tensor:
-    assert held is not None, "keys that never came cannot go on"
-    return packed[slots[0] - held.first : slots[1] - held.first]
+def _part(packed: Tensor, keys_values: KeyValueBlock | None, slots: Slots) -> Tensor:
+    assert keys_values is not None, "keys that never came cannot go on"
+    return packed[slots[0] - keys_values.first : slots[1] - keys_values.first]
 
 
 def _sum(parts: list[tuple[Slots, Tensor | None]], slots: Slots) -> Tensor | None:

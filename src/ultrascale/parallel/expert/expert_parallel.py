@@ -41,15 +41,15 @@ def apply_expert_parallel(decoder: Decoder, layout: Layout, mesh: Groups) -> Non
     if not spec.num_experts:
         return
     _shard_parameters(decoder, layout, mesh.coordinates)
-    same_tokens, cut_tokens = (None, tp) if layout.sequence_parallel else (tp, None)
+    same_tokens, split_tokens = (None, tp) if layout.sequence_parallel else (tp, None)
     groups = {"ep": mesh.group("ep"), "expert_tp": mesh.group("expert_tp"), "same_tokens": same_tokens}
     sums = partial(sum_counts, groups=count_groups(layout, mesh, spec.router_aux_loss_scope))
     for _, layer in moe_layers(decoder):
         layer.router.sum_counts = sums
         if any(group is not None for group in groups.values()):
             layer.dispatch = Dispatch(spec.num_experts, **groups)
-    if spec.expert_capacity_factor is not None and (cut_tokens or mesh.group("cp")):
-        apply_whole_sequences(decoder, WholeSequences(layout, cp=mesh.group("cp"), tp=cut_tokens))
+    if spec.expert_capacity_factor is not None and (split_tokens or mesh.group("cp")):
+        apply_whole_sequences(decoder, WholeSequences(layout, cp=mesh.group("cp"), tp=split_tokens))
 
 
 def expert_modules(decoder: nn.Module) -> list[Experts]:
@@ -84,6 +84,6 @@ def _shard_parameters(decoder: Decoder, layout: Layout, coordinates: Coordinates
         owner, _, leaf = name.rpartition(".")
         module, part = decoder.get_submodule(owner), shard_of(table[name], layout, coordinates)
         setattr(module, leaf, nn.Parameter(parameter.new_empty(part.shape)))
-        if leaf == "bias" and part.replica > 0:
+        if leaf == "bias" and part.tp_copy > 0:
             assert isinstance(module, GroupedLinear)
             module.adds_bias = False  # partial products are added up over expert_tp, and the bias must be among them once

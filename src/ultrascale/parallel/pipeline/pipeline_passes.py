@@ -44,7 +44,7 @@ class Passing:
     stages: Mapping[int, Decoder]
     passes: Passes
     weights: WeightGradients
-    held: dict[tuple[int, int], _InFlight] = field(default_factory=dict)
+    in_flight: dict[tuple[int, int], _InFlight] = field(default_factory=dict)
     """Tensors between F and B or I, by (stage, micro-batch)."""
     waiting: dict[tuple[int, int], Waiting] = field(default_factory=dict)
     """Deferred weight gradients between I and W, by (stage, micro-batch)."""
@@ -73,12 +73,12 @@ class Passing:
             received.requires_grad_()
         result = self.passes(part.stage, part.micro_batch, received)
         if with_gradients:
-            self.held[part.stage, part.micro_batch] = _InFlight(get_gradient_edge(result), received)
+            self.in_flight[part.stage, part.micro_batch] = _InFlight(get_gradient_edge(result), received)
         return result.detach()
 
     def _backward(self, part: Action, gradient: Tensor | None) -> Tensor | None:
         key = (part.stage, part.micro_batch)
-        result, received = self.held.pop(key)
+        result, received = self.in_flight.pop(key)
         splits = part.kind is Kind.INPUT_GRADIENT
         with self.weights.defer() if splits else nullcontext() as waiting:
             torch.autograd.backward(result, gradient)

@@ -60,8 +60,8 @@ class GatheredWeight:
         self.cut_rows, self.padded_rows = len(weight), -(-len(weight) // shards.size())
         first = min(shards.get_local_rank() * self.padded_rows, len(weight))
         self.rows = slice(first, first + len(self.shard))
-        self.has_one_scale = scaling == "tensor" and len(self.shape) == 2
-        scales = (1,) * len(self.shape) if self.has_one_scale else self.shape[:1]
+        self.is_scaled_per_tensor = scaling == "tensor" and len(self.shape) == 2
+        scales = (1,) * len(self.shape) if self.is_scaled_per_tensor else self.shape[:1]
         self.scale_shape = (*self.shape[:-1], 1) if scaling == "row" else (*scales, *(1,) * (len(self.shape) - len(scales)))
         self.parts = list(row_boxes(shape, tuple(weight.shape), first, len(self.shard)))
         self.has_scales_of_experts = scaling == "tensor" and len(self.shape) == 3
@@ -77,7 +77,7 @@ class GatheredWeight:
             (_, first), (_, last) = self.parts[0], self.parts[-1]
             return slice(first.offsets[0], last.offsets[0] + last.shape[0])
         per_row = 1 if self.shard.dim() == 2 else prod(self.scale_shape[1:])
-        return slice(0, 1) if self.has_one_scale else slice(self.rows.start * per_row, self.rows.stop * per_row)
+        return slice(0, 1) if self.is_scaled_per_tensor else slice(self.rows.start * per_row, self.rows.stop * per_row)
 
     @property
     def history_scale(self) -> Tensor | None:
@@ -94,13 +94,13 @@ class GatheredWeight:
         if self.has_scales_of_experts:
             amax = torch.cat([largest_of(self.shard[rows].view(box.shape).flatten(1), "row") for rows, box in self.parts])
         else:
-            amax = largest_of(self.shard.flatten(0, -2), "tensor" if self.has_one_scale else "row")
+            amax = largest_of(self.shard.flatten(0, -2), "tensor" if self.is_scaled_per_tensor else "row")
         return amax.to(self.dtype).to(amax.dtype).flatten()
 
     def _of_local_rows(self, scale: Tensor) -> Tensor:
         """Scale reshaped to broadcast over the shard's rows."""
-        if self.has_one_scale or self.shard.dim() == len(self.shape):
-            return scale if self.has_one_scale else scale[self.rows]
+        if self.is_scaled_per_tensor or self.shard.dim() == len(self.shape):
+            return scale if self.is_scaled_per_tensor else scale[self.rows]
         return scale.expand(*self.shape[:-1], 1).flatten(0, 1)[self.rows]
 
     def before_gather(

@@ -16,7 +16,7 @@ from ultrascale.description.architecture.weights import layer_weights
 from ultrascale.plan.laws.collectives import collective_seconds
 from ultrascale.plan.layouts import FP8_SCALINGS, PRECISIONS, LayoutTable
 from ultrascale.plan.time.blocks import kinds_of_layers
-from ultrascale.plan.time.stages import Stages, copies_held
+from ultrascale.plan.time.stages import Stages, num_weight_copies
 from ultrascale.plan.workload import Workload
 from ultrascale.work.fp8_slots import SLOT_BYTES, block_slots, num_block_slots
 
@@ -61,7 +61,7 @@ def counts_of_ranks(workload: Workload, table: LayoutTable, stages: Stages) -> B
     kinds, ways = kinds_of_layers(workload.model)[0], table.tp
     tps, tp_index = np.unique(ways, return_inverse=True)
     by_kind = np.array([[block_counts(workload.model, layer, int(tp)) for tp in tps] for layer in kinds])[:, tp_index]
-    sums = np.einsum("rkn,knc->crn", (stages.layers - stages.kept_layers) * copies_held(table), by_kind)
+    sums = np.einsum("rkn,knc->crn", (stages.layers - stages.kept_layers) * num_weight_copies(table), by_kind)
     counts = BlockCounts(*sums)
     expert_ranks = table.ep * table.expert_tp
     return counts._replace(

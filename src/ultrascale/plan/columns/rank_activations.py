@@ -284,8 +284,8 @@ def _blocks_of_ranks(pipeline: PipelineShape) -> tuple[Floats, NDArray[np.bool_]
     known, num_stages, num_types = SCHEDULES[pipeline.schedule], len(pipeline.chunks), pipeline.num_types
     cells = np.repeat(np.arange(num_stages), pipeline.chunks) * num_types + np.array(pipeline.types)
     of_stages = np.bincount(cells, minlength=num_stages * num_types).reshape(num_stages, num_types)
-    held = known.stages_of_ranks(pipeline.pp, num_stages)
-    rows = np.array([of_stages[stages].sum(axis=0) for stages in held], dtype=float)
+    stages_of_ranks = known.stages_of_ranks(pipeline.pp, num_stages)
+    rows = np.array([of_stages[stages].sum(axis=0) for stages in stages_of_ranks], dtype=float)
     present = rows > 0
     if pipeline.pp > 1:
         rows /= known.copies

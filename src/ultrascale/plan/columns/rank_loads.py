@@ -120,8 +120,8 @@ def loads_of(pipeline: PipelineShape) -> Loads:
     if pp == 1:
         return loads_of_actions([accumulate(pipeline.num_micro_batches, 0)], pipeline)
     known = SCHEDULES[name]
-    held = known.stages_of_ranks(pp, len(pipeline.chunks))
-    sorts = _sorts(held, _types_of_stages(pipeline), splits=bool(known.splits_backward))
+    stages_of_ranks = known.stages_of_ranks(pp, len(pipeline.chunks))
+    sorts = _sorts(stages_of_ranks, _types_of_stages(pipeline), splits=bool(known.splits_backward))
     chosen_ranks = tuple(sorted({rank for ranks in sorts for rank in ranks}))
     return _loads(sorts, _lists(name, pp, pipeline.num_micro_batches, pipeline.virtual_stages, chosen_ranks), pipeline)
 
@@ -135,9 +135,9 @@ def _lists(
 
 def loads_of_actions(schedule: Sequence[Sequence[Action]], pipeline: PipelineShape) -> Loads:
     """Loads of a schedule given as lists of actions."""
-    held = [sorted({part.stage for action in row for part in action.parts}) for row in schedule]
+    stages_of_ranks = [sorted({part.stage for action in row for part in action.parts}) for row in schedule]
     splits = any(part.kind is Kind.INPUT_GRADIENT for action in schedule[-1] for part in action.parts)
-    return _loads(_sorts(held, _types_of_stages(pipeline), splits=splits), schedule, pipeline)
+    return _loads(_sorts(stages_of_ranks, _types_of_stages(pipeline), splits=splits), schedule, pipeline)
 
 
 def _loads(
@@ -163,16 +163,16 @@ def _types_of_stages(pipeline: PipelineShape) -> list[tuple[int, ...]]:
     return [pipeline.types[start:end] for start, end in pairwise(ends)]
 
 
-def _sorts(held: Sequence[Sequence[int]], stages: Sequence[tuple[int, ...]], *, splits: bool) -> list[list[int]]:
+def _sorts(stages_of_ranks: Sequence[Sequence[int]], stages: Sequence[tuple[int, ...]], *, splits: bool) -> list[list[int]]:
     """The first rank, some inner ranks and the last, as lists. Inner: of the ranks with the same blocks, the first, which has
     most micro-batches in flight; with split backward passes also the last, which has most waiting for W; if micro-batches
     enter at both ends, the innermost."""
     alike: dict[object, list[int]] = {}
-    for rank in range(1, len(held) - 1):
-        alike.setdefault(tuple(stages[stage] for stage in held[rank]), []).append(rank)
+    for rank in range(1, len(stages_of_ranks) - 1):
+        alike.setdefault(tuple(stages[stage] for stage in stages_of_ranks[rank]), []).append(rank)
     chosen_ranks = ((ranks[0], ranks[len(ranks) // 2], ranks[-1]) if splits else ranks[:1] for ranks in alike.values())
     between = sorted({rank for ranks in chosen_ranks for rank in ranks})
-    return [[0], between, [len(held) - 1] if len(held) > 1 else []]
+    return [[0], between, [len(stages_of_ranks) - 1] if len(stages_of_ranks) > 1 else []]
 
 
 def _is_dominated(rows: Floats, groups: NDArray[np.intp]) -> NDArray[np.bool_]:

@@ -31,7 +31,7 @@ from ultrascale.plan.columns.rank_activations import RankActivations
 from ultrascale.plan.columns.rank_loads import PASSES
 from ultrascale.plan.columns.rank_state import MASTERS, RankState
 from ultrascale.plan.layouts import LayoutTable
-from ultrascale.plan.time.stages import copies_held
+from ultrascale.plan.time.stages import num_weight_copies
 from ultrascale.plan.workload import Workload
 
 Floats = NDArray[np.float64]
@@ -153,7 +153,7 @@ def _fsdp(
     flat = np.where(n > 1, state.bucket_itemsize, 0.0)
     wide = np.where(alone, np.maximum(c, MASTER_BYTES), r)  # of a summed gradient
     per_bucket = np.where(alone, 1, table.layers_per_bucket)
-    held_stages = table.virtual_stages * copies_held(table)
+    held_stages = table.virtual_stages * num_weight_copies(table)
     blocks, root, expert_shard = state.blocks, state.root, np.where(n > 1, state.expert_shard, 1)
     dense, experts = ((state.block - state.block_experts) * per_bucket, state.block_experts * per_bucket)
     dense, experts = np.minimum(dense, blocks - state.experts), np.minimum(experts, state.experts)
@@ -174,11 +174,11 @@ def _fsdp(
     half = np.where(both_ends & ((table.pp > 1) | (not workload.model.tie_word_embeddings)), 0.5, 1.0)
     ends = np.where(both_ends & (table.pp > 1), 0.5, 1.0) * root  # of one stage, which are reduced together
     waits = table.pp > 1
-    to_cut = others_dense * (1 - 1 / n) + others_experts * (1 - 1 / expert_shard)
+    to_shard = others_dense * (1 - 1 / n) + others_experts * (1 - 1 / expert_shard)
     summed_in = np.minimum(MASTERS[table.precision], workload.stack.gradient_bytes)
     kept = np.where(scatters & workload.stack.keeps_reduced & (r != summed_in), r, 0.0)
     scattered = np.where(state.lone_experts > 0, 0.0, 1.0)
-    summed_at_first = state.gradients - np.where(whole_sums & is_sharded, wide * to_cut / held_stages, 0.0)
+    summed_at_first = state.gradients - np.where(whole_sums & is_sharded, wide * to_shard / held_stages, 0.0)
     return _Fsdp(
         all_parameters=np.where(copies > 0, state.gathered_itemsize, 0.0) * (blocks - state.lone_experts) + copies * root,
         bucket_parameters=np.where(copies > 0, state.bucket_itemsize, 0.0) * np.where(state.lone_experts > 0, dense, bucket),

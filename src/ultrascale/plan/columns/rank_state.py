@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from ultrascale.description.layout import DTYPE_BYTES
 from ultrascale.plan.columns.fp8_state import gathered_in_fp8
 from ultrascale.plan.layouts import PRECISIONS, LayoutTable
-from ultrascale.plan.time.stages import Stages, block_parameters, copies_held, outside_parameters, parameters_by_kind
+from ultrascale.plan.time.stages import Stages, block_parameters, num_weight_copies, outside_parameters, parameters_by_kind
 from ultrascale.plan.workload import Workload
 
 Floats = NDArray[np.float64]
@@ -82,7 +82,7 @@ def rank_state(workload: Workload, table: LayoutTable, stages: Stages, micro_bat
     compute, master = COMPUTE_BYTES[table.precision], MASTERS[table.precision]
     wide = compute >= master
     dense, expert, shard, expert_shard = shards(table, stages)
-    root = stages.root_parameters * copies_held(table)
+    root = stages.root_parameters * num_weight_copies(table)
     if workload.model.num_nextn_predict_layers:
         joins, embedding = _prediction_parameters(workload, table, stages)
         dense, root = dense + joins + embedding, root + embedding
@@ -162,8 +162,8 @@ def shards(table: LayoutTable, stages: Stages) -> tuple[Floats, Floats, Floats, 
     shard = np.where(is_sharded, table.dp_shard * table.cp, 1).astype(float)
     copies = table.tp * table.cp * table.dp // (table.ep * table.expert_tp)
     expert_shard = np.where(is_sharded, np.gcd(np.maximum(1, copies), table.dp_shard * table.cp), 1).astype(float)
-    held = copies_held(table)
-    return stages.dense_parameters * held, stages.expert_parameters * held, shard, expert_shard
+    weight_copies = num_weight_copies(table)
+    return stages.dense_parameters * weight_copies, stages.expert_parameters * weight_copies, shard, expert_shard
 
 
 def _largest_block(workload: Workload, table: LayoutTable) -> tuple[Floats, Floats]:

@@ -59,21 +59,21 @@ class OffloadReplay:
         if not self.layout.offload_activations or (self.layout.pp == 1 and layer == self.layers[-1]):
             return
         is_checkpoint = isinstance(tape, CheckpointedBlock)
-        saved = list(tape.reads.values()) if is_checkpoint else [held for _, some in tape.entries for held in some]
+        saved = list(tape.reads.values()) if is_checkpoint else [allocation for _, some in tape.entries for allocation in some]
         stays = {id(tensor) for tensor in shared}
         stays |= {id(block_input)} if layer == self.layers[0] and not self.is_first else set()
         moving = {id(tensor): tensor for tensor in saved if id(tensor) not in stays and tensor.num_bytes >= OFFLOAD_FROM_BYTES}
         tape.offloaded = list(moving.values())
-        for held in tape.offloaded:
-            self.ledger.copy_to_host(held)
+        for allocation in tape.offloaded:
+            self.ledger.copy_to_host(allocation)
         self.leaving.append(tape.offloaded)
         while len(self.leaving) >= OFFLOAD_RESIDENT:
-            for held in self.leaving.pop(0):
-                self.ledger.leave_device(held)
+            for allocation in self.leaving.pop(0):
+                self.ledger.leave_device(allocation)
 
     def prefetch(self, *tapes: Tape | CheckpointedBlock) -> None:
         """Bring the blocks' saved tensors back to the device, and cancel offloads still in progress."""
         for tape in tapes:
-            for held in tape.offloaded:
-                self.ledger.bring_back(held)
+            for allocation in tape.offloaded:
+                self.ledger.bring_back(allocation)
             self.leaving = [offloaded for offloaded in self.leaving if offloaded is not tape.offloaded]

@@ -165,7 +165,7 @@ class Shards:
             )
             for bucket in (self.buckets if subset is None else subset)
         )  # fmt: skip
-        sizes = tuple(held and held.num_bytes for held in (self.last_flat, self.reduce_input))
+        sizes = tuple(allocation and allocation.num_bytes for allocation in (self.last_flat, self.reduce_input))
         return buckets, sizes
 
     def snapshot(self, before: Hashable, subset: Sequence[Bucket] | None = None) -> BucketSnapshot | None:
@@ -176,16 +176,16 @@ class Shards:
         for bucket, old, new in zip(buckets, then, now, strict=True):
             single = [getattr(bucket, name) for name in SINGLE]
             several = [list(map(by_name.get, bucket.names)) for by_name in (bucket.whole_gradients, bucket.narrow_gradients)]
-            every = [held for group in (single, *several) for held in group if held is not None]
-            num_held = sum(held is not None for group in several for held in group)
+            every = [allocation for group in (single, *several) for allocation in group if allocation is not None]
+            num_held = sum(allocation is not None for group in several for allocation in group)
             if num_held < len(bucket.whole_gradients) + len(bucket.narrow_gradients) or any(
-                held.holders != 1 for held in every
+                allocation.holders != 1 for allocation in every
             ):
                 return None
             is_cast = [name in bucket.cast for name in bucket.names]
             parts.append(None if old == new else (*(tuple(map(_fields_of, group)) for group in (single, *several)), is_cast))
         sizes = [self.last_flat, self.reduce_input]
-        if any(held is not None and held.holders != 1 for held in sizes):
+        if any(allocation is not None and allocation.holders != 1 for allocation in sizes):
             return None
         return BucketSnapshot(tuple(parts), tuple(map(_fields_of, sizes)))
 
@@ -364,8 +364,11 @@ class Shards:
     def forget_gradients(self) -> None:
         """zero_grad(set_to_none=True)."""
         for bucket in self.buckets:
-            for held in [*bucket.whole_gradients.values(), *([bucket.sharded_gradient] if bucket.sharded_gradient else [])]:
-                self.ledger.release(held)
+            for allocation in [
+                *bucket.whole_gradients.values(),
+                *([bucket.sharded_gradient] if bucket.sharded_gradient else []),
+            ]:
+                self.ledger.release(allocation)
             bucket.whole_gradients.clear()
             bucket.cast.clear()
             bucket.sharded_gradient = None
@@ -430,8 +433,8 @@ class Shards:
         if not bucket.weights:
             return
         elements, ranks = self.padded_elements(bucket), self.ranks_of(bucket)
-        cut_over, copies = self._groups(bucket)
-        self.tally.send("reduce_scatter", cut_over, elements * self.reduce_itemsize)
+        sharded_over, copies = self._groups(bucket)
+        self.tally.send("reduce_scatter", sharded_over, elements * self.reduce_itemsize)
         if action.sum_replicas:
             self.tally.send("all_reduce", copies, elements * self.reduce_itemsize // ranks)
         self.reduce_input = self.ledger.take("communication", "reduce-scatter input", elements * self.reduce_itemsize)

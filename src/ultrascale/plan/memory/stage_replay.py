@@ -354,7 +354,7 @@ class StageReplay:
         recomputation = self._recomputation_of(layer)
         if recomputation is not None and not recomputation.modules:
             shared = {name for op in ops for name in op.saves} & self._now.shared.keys()
-            reads = {name: held.retain() for name, held in live.items()}
+            reads = {name: allocation.retain() for name, allocation in live.items()}
             if recomputation.whole and self.work.cuts_input(layer):
                 self.ledger.release(reads["hidden"])
                 reads["hidden"] = self.ledger.take("activations", "residual", self._sequence_shard_bytes)
@@ -487,7 +487,7 @@ class StageReplay:
     def _save(self, op: Op, live: dict[str, Allocation], remade: Collection[str] = ()) -> list[Allocation]:
         shared = self._now.shared  # the mask of a block's last operation is missing if recomputation does not run that again
         saved = [live.get(name) or shared.get(name) for name in op.saves if name not in remade]
-        return [held.retain() for held in saved if held is not None]
+        return [allocation.retain() for allocation in saved if allocation is not None]
 
     def _pop_tape(self) -> Tape:
         tape = self._now.tapes.pop()
@@ -520,7 +520,7 @@ class StageReplay:
         ops = self.work.block(layer)
         last, before = self._last_saving(ops)
         kept = None if self.layout.is_fully_recomputed(layer) else checkpoint.kept
-        live = {name: held.retain() for name, held in checkpoint.reads.items()}
+        live = {name: allocation.retain() for name, allocation in checkpoint.reads.items()}
         if self.layout.is_fully_recomputed(layer) and self.work.cuts_input(layer):
             self.ledger.release(live["hidden"])
             live["hidden"] = self.ledger.take("temporary", "gathered block inputs", self.work.hidden_bytes)
@@ -570,7 +570,7 @@ class StageReplay:
                 self._recompute_region(tape, index, tape.remade[name], layer)
         for name in region.drops:
             del tape.remade[name]
-        live = {name: held.retain() for name, held in waiting.reads.items()}
+        live = {name: allocation.retain() for name, allocation in waiting.reads.items()}
         self._run(region.ops, live, "temporary", set(region.drops), layer=layer, saves=False, is_recomputation=True)
         for op in region.ops:
             self.tally.recompute(op)

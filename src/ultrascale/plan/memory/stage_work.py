@@ -172,8 +172,8 @@ def _block_weights(model: Model, layer: int, cut: Layout, coordinates: Coordinat
     return tuple(_part(weight, shard_of(weight, cut, coordinates)) for weight in layer_weights(model, layer))
 
 
-def _part(weight: Weight, held: WeightShard) -> Weight:
+def _part(weight: Weight, shard: WeightShard) -> Weight:
     """`weight` with the shape that a rank holds."""
-    if (weight.shape, weight.first_column) == (held.shape, held.offsets[-1]):
+    if (weight.shape, weight.first_column) == (shard.shape, shard.offsets[-1]):
         return weight
-    return replace(weight, shape=held.shape, first_column=held.offsets[-1])
+    return replace(weight, shape=shard.shape, first_column=shard.offsets[-1])

@@ -331,8 +331,8 @@ def _shards(rules: _Rules, stage: int, dp: int, share: int) -> list[int]:
         return [1] if rules.allows("dp_shard", 1) else []
     hybrid = stage in abilities(rules.workload.stack).hybrid_stages
     if "dp_shard" in rules.constraints:
-        asked_sizes = [dp if shard is None else shard for shard in rules.constraints["dp_shard"]]
-        return [shard for shard in asked_sizes if shard == dp or (hybrid and dp % shard == 0)]
+        requested_sizes = [dp if shard is None else shard for shard in rules.constraints["dp_shard"]]
+        return [shard for shard in requested_sizes if shard == dp or (hybrid and dp % shard == 0)]
     if not hybrid:
         return [dp]
     size, sizes = max(2, rules.workload.cluster.node.num_accelerators // share), [dp]

@@ -38,7 +38,7 @@ from ultrascale.plan.laws.collectives import collective_seconds
 from ultrascale.plan.laws.compute import elementwise_seconds
 from ultrascale.plan.layouts import LayoutTable, by_schedule
 from ultrascale.plan.time.passes import PassSeconds
-from ultrascale.plan.time.stages import Stages, copies_held
+from ultrascale.plan.time.stages import Stages, num_weight_copies
 from ultrascale.plan.workload import Workload
 
 Floats = NDArray[np.float64]
@@ -119,7 +119,7 @@ def _sorts_of_parameters(
 ) -> Iterator[tuple[Floats, Floats, Group, Group]]:
     """For dense parameters and for experts: their number, the number gathered in fp8, and (size, stride) of the shard and the
     replica group."""
-    in_fp8 = [narrow / copies_held(table) for narrow in gathered_in_fp8(workload, table, stages)]
+    in_fp8 = [narrow / num_weight_copies(table) for narrow in gathered_in_fp8(workload, table, stages)]
     shard = (table.dp_shard * table.cp, table.tp)
     yield stages.dense_parameters, in_fp8[0], shard, (table.dp // table.dp_shard, table.tp * table.cp * table.dp_shard)
     if stages.expert_parameters.any():
@@ -147,9 +147,11 @@ def _exposed_of(
     stack, zero = workload.stack, table.zero_stage
     gathers, reductions, copies = traffic
     per_micro_batch = zero == 3
-    held = copies_held(table)  # a micro-batch uses one of a rank's copies, the step ends in each
-    often = np.where(per_micro_batch, micro_batches, held)
-    reduces_often = np.where((zero >= stack.reduces_from) & (stack.gathers == "buckets"), np.maximum(micro_batches, held), held)
+    weight_copies = num_weight_copies(table)  # a micro-batch uses one of a rank's copies, the step ends in each
+    often = np.where(per_micro_batch, micro_batches, weight_copies)
+    reduces_often = np.where(
+        (zero >= stack.reduces_from) & (stack.gathers == "buckets"), np.maximum(micro_batches, weight_copies), weight_copies
+    )
     forward_window = constants.data_parallel_window * (passes.forward + passes.tensor_parallel / 3)
     backward_window = constants.data_parallel_window * (passes.backward + passes.tensor_parallel * 2 / 3)
     beside = stack.overlaps_data_parallel & ~at_once
@@ -162,9 +164,11 @@ def _exposed_of(
     exposed_backward = np.maximum(in_backward - backward_window, reductions * edge)
     last_backward = _exposed(in_backward + copies, backward_window, (reductions + copies) * edge, chunks, more)
     only_gathers = np.maximum(np.where(per_micro_batch, gathers, 0.0) - backward_window, 0.0)
-    exposed = often * exposed_forward + (reduces_often - held) * exposed_backward + held * last_backward
-    exposed = exposed + np.where(per_micro_batch & (reduces_often == held), (micro_batches - held) * only_gathers, 0.0)
-    return exposed, often * in_forward + (reduces_often - held) * in_backward + held * (in_backward + copies)
+    exposed = often * exposed_forward + (reduces_often - weight_copies) * exposed_backward + weight_copies * last_backward
+    exposed = exposed + np.where(
+        per_micro_batch & (reduces_often == weight_copies), (micro_batches - weight_copies) * only_gathers, 0.0
+    )
+    return exposed, often * in_forward + (reduces_often - weight_copies) * in_backward + weight_copies * (in_backward + copies)
 
 
 def _exposed(busy: Floats, window: Floats, least: Floats, chunks: Floats, more: Floats) -> Floats:
@@ -203,7 +207,7 @@ def _num_buckets(
 def _mirror_seconds(workload: Workload, table: LayoutTable, stages: Stages) -> Floats:
     """Seconds in which mirror ranks (which hold the same stages) exchange gradients, by sort of rank, [3, layouts]; all at the
     distance of the pipeline's ends."""
-    mirrored = copies_held(table) > 1
+    mirrored = num_weight_copies(table) > 1
     if not mirrored.any():
         return np.zeros((3, 1))
     dense, expert, shard, expert_shard = shards(table, stages)

@@ -397,7 +397,7 @@ def _optimizer(workload: Workload, table: LayoutTable, stages: Stages, constants
 
 def _matrix_exchange(workload: Workload, table: LayoutTable, local: Floats) -> Floats:
     """Seconds to send Muon's matrix shards to their owners and back, in bf16, over ZeRO and tp ranks
-    (`parallel.data.whole_matrices`)."""
+    (`parallel.data.gathered_matrices`)."""
     shard = np.where(table.zero_stage > 0, table.dp_shard * table.cp, 1)
     seconds = np.zeros(len(table))
     for size, stride in ((shard, table.tp), (table.tp, np.ones_like(table.tp))):

@@ -93,7 +93,7 @@ def partition_stages(workload: Workload, table: LayoutTable, layers_per_stage: t
     )
 
 
-def copies_held(table: LayoutTable) -> NDArray[np.int64]:
+def num_weight_copies(table: LayoutTable) -> NDArray[np.int64]:
     """Copies of the weights in a pipeline, [layouts]. With two pipelines in opposite directions (DualPipe) a rank holds a stage
     of each, and `Stages` counts half of both."""
     return np.where(table.pp > 1, COPIES[table.schedule], 1)

@@ -27,7 +27,7 @@ from ultrascale.measure.memory import LiveMemory
 from ultrascale.parallel import all_to_all
 from ultrascale.parallel.activations import recompute
 from ultrascale.parallel.activations.host_memory import is_on_host
-from ultrascale.parallel.activations.remade import Region
+from ultrascale.parallel.activations.regions import Region
 from ultrascale.parallel.precision import fp8_wires
 from ultrascale.parallel.tensor import tensor_ops
 from ultrascale.torch_private import (

@@ -91,7 +91,7 @@ def join_disks(store: Store, folder: RunFolder, ranks: Coordinator, writer: str)
         _expect_same_id(store, folder, claim["run_id"])
         folder.write_json(LOCAL, {"run_id": claim["run_id"]})
 
-    if not disks.are_one:
+    if not disks.are_shared:
         ranks.agree("joining the run's store", lambda: as_checkpoint_error(join) if disks.leads else None)
     return disks
 

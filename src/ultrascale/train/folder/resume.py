@@ -48,18 +48,18 @@ def tensors_of(trainer: Trainer) -> dict[str, list[Slice]]:
     A rank may hold both the first and the last stage of a pipeline, and each has a copy of a tied embedding.
     """
     tensors: dict[str, list[Slice]] = defaultdict(list)
-    for held in trainer.share.local_parameters:
-        tensors[f"{PREFIX}{held.name}"] += _slices(held, local(held.parameter.detach()))
-        for moment in moments_of(held.weight, trainer.run.optimizer):
-            tensors[f"optimizer.{moment}.{held.name}"] += _slices(held, moment_of(trainer.optimizer, held, moment))
+    for shard in trainer.share.local_parameters:
+        tensors[f"{PREFIX}{shard.name}"] += _slices(shard, local(shard.parameter.detach()))
+        for moment in moments_of(shard.weight, trainer.run.optimizer):
+            tensors[f"optimizer.{moment}.{shard.name}"] += _slices(shard, moment_of(trainer.optimizer, shard, moment))
     for stage in trainer.share.stages.values():
         for name, bias in stage.named_buffers():
             tensors[f"{PREFIX}{name}"].append(Slice(bias, tuple(bias.shape), (0,) * bias.dim()))
     history = trainer.share.amax_history
     for name, table in () if history is None else history.tables():
         tensors[f"{AMAXES}{name}"].append(Slice(table, tuple(table.shape), (0, 0)))
-    for kind, held, tensor in () if trainer.outer is None else trainer.outer.tensors():
-        tensors[f"{kind}.{held.name}"] += _slices(held, tensor)
+    for kind, shard, tensor in () if trainer.outer is None else trainer.outer.tensors():
+        tensors[f"{kind}.{shard.name}"] += _slices(shard, tensor)
     return dict(tensors)
 
 
@@ -78,15 +78,19 @@ def _take_back(trainer: Trainer, tensors: dict[str, list[Slice]]) -> None:
     """Store values that were loaded into copies back into the trainer."""
     if isinstance(trainer.optimizer, CompactAdamW):
         waiting = {name: iter(slices) for name, slices in tensors.items()}
-        for held in trainer.share.local_parameters:
-            for moment in moments_of(held.weight, trainer.run.optimizer):
-                boxes = islice(waiting[f"optimizer.{moment}.{held.name}"], len(shard_boxes(held.parameter, held.place)))
-                trainer.optimizer.store(held).load_values(moment, torch.cat([rows_of(box.tensor) for box in boxes]))
+        for shard in trainer.share.local_parameters:
+            for moment in moments_of(shard.weight, trainer.run.optimizer):
+                boxes = islice(
+                    waiting[f"optimizer.{moment}.{shard.name}"], len(shard_boxes(shard.parameter, shard.weight_shard))
+                )
+                trainer.optimizer.store(shard).load_values(moment, torch.cat([rows_of(box.tensor) for box in boxes]))
 
 
-def _slices(held: LocalParameter, tensor: Tensor) -> list[Slice]:
+def _slices(shard: LocalParameter, tensor: Tensor) -> list[Slice]:
     """Slices of a weight or a moment that this rank holds."""
-    return [Slice(box, held.weight.shape, offsets) for offsets, box in shard_boxes(held.parameter, held.place, tensor)]
+    return [
+        Slice(box, shard.weight.shape, offsets) for offsets, box in shard_boxes(shard.parameter, shard.weight_shard, tensor)
+    ]
 
 
 def facts_of(trainer: Trainer) -> dict[str, Any]:

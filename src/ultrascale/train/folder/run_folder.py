@@ -31,8 +31,8 @@ from typing import IO, Any
 from ultrascale import __version__
 from ultrascale.description.problems import SpecError, mistake
 from ultrascale.description.run import Run
-from ultrascale.held_folder import OpenFolder
 from ultrascale.launch.events import read_rows
+from ultrascale.open_folder import OpenFolder
 from ultrascale.run_rows import metric_row
 
 RANK_LOCK = ".lock"

@@ -120,7 +120,7 @@ class RunStore(LoopObserver):
         Raises CheckpointError also if the store does not respond or refuses writes: a run must not restart from scratch for
         that.
         """
-        if not self.disks.are_one:
+        if not self.disks.are_shared:
             return self._search_disks(root, reads)
         while True:
             on_disk = search(root, process_group=process_group)
@@ -242,7 +242,7 @@ class RunStore(LoopObserver):
 
         Raises CheckpointError.
         """
-        if not self.disks.are_one and (step := as_checkpoint_error(partial(self._next_step, []))) is not None:
+        if not self.disks.are_shared and (step := as_checkpoint_error(partial(self._next_step, []))) is not None:
             problem = as_checkpoint_error(partial(self._bring, step, self.folder.checkpoints))
             if problem:
                 raise CheckpointError(problem)

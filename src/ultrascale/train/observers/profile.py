@@ -38,7 +38,7 @@ from ultrascale.measure.step.categories import CORE, PHASE, READING, RECOMPUTED
 from ultrascale.measure.step.spans import STEP, Piece, read_trace
 from ultrascale.measure.step.step_report import RankSteps, StepReport, plot_steps, write_merged
 from ultrascale.measure.step.waterfall import TopRow, top, waterfall
-from ultrascale.parallel.activations.remade import Region
+from ultrascale.parallel.activations.regions import Region
 from ultrascale.parallel.mesh import Ranks
 from ultrascale.plan.report import plan_run
 from ultrascale.plan.time.step_parts import parts_at, step_parts

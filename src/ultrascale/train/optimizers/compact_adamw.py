@@ -34,7 +34,7 @@ from ultrascale.kernels.optimizers.narrow_moments import (
     update_,
 )
 from ultrascale.models.initialise import shard_boxes
-from ultrascale.parallel.data.whole_matrices import spans_over
+from ultrascale.parallel.data.gathered_matrices import spans_over
 from ultrascale.parallel.lost import waiting
 from ultrascale.parallel.share import LocalParameter, Share, local
 
@@ -44,17 +44,17 @@ class CompactAdamW(torch.optim.Optimizer):
 
     def __init__(self, share: Share, settings: Optimizer, kind: Kind, *, seed: int):
         decayed, undecayed = (
-            [held for held in share.local_parameters if held.weight.decay is wanted] for wanted in (True, False)
+            [shard for shard in share.local_parameters if shard.weight.decay is wanted] for wanted in (True, False)
         )
         groups = [
-            {"params": [held.parameter for held in some], "weight_decay": decay}
+            {"params": [shard.parameter for shard in some], "weight_decay": decay}
             for some, decay in ((decayed, settings.weight_decay), (undecayed, 0.0))
             if some
         ]
         super().__init__(groups, {"lr": settings.learning_rate})
         self.settings, self.seed, self.share = settings, seed, share
         self.kind: Kind = kind
-        self.held = {held.parameter: held for held in share.local_parameters}
+        self.shards = {shard.parameter: shard for shard in share.local_parameters}
         self.updates_done = 0
 
     @torch.no_grad()
@@ -65,40 +65,40 @@ class CompactAdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._update(self.held[parameter], group["lr"], group["weight_decay"])
+                    self._update(self.shards[parameter], group["lr"], group["weight_decay"])
 
-    def _update(self, held: LocalParameter, rate: float, decay: float) -> None:
-        parameter, gradient = rows_of(local(held.parameter)), rows_of(local(held.parameter.grad))  # pyright: ignore
+    def _update(self, shard: LocalParameter, rate: float, decay: float) -> None:
+        parameter, gradient = rows_of(local(shard.parameter)), rows_of(local(shard.parameter.grad))  # pyright: ignore
         settings, count = self.settings, self.updates_done
-        first, second = (rounding_key(self.seed, count, held.name, moment) for moment in (FIRST, SECOND))
+        first, second = (rounding_key(self.seed, count, shard.name, moment) for moment in (FIRST, SECOND))
         update = Update(rate, decay, settings.beta1, settings.beta2, settings.eps, count, (first, second))
-        update_(parameter, gradient, self.store(held), update)
+        update_(parameter, gradient, self.store(shard), update)
 
-    def store(self, held: LocalParameter) -> Moments:
+    def store(self, shard: LocalParameter) -> Moments:
         """Moments of a parameter, with the boxes of the unsharded weight that they cover."""
-        local_boxes = shard_boxes(held.parameter, held.place)
-        boxes = [Box(offsets, tuple(box.shape), held.weight.shape) for offsets, box in local_boxes]
-        return Moments(self.state[held.parameter], *boxes, widest=self._widest(held))
+        local_boxes = shard_boxes(shard.parameter, shard.weight_shard)
+        boxes = [Box(offsets, tuple(box.shape), shard.weight.shape) for offsets, box in local_boxes]
+        return Moments(self.state[shard.parameter], *boxes, widest=self._widest(shard))
 
     def create_state(self, steps_done: int) -> None:
         """Give every parameter zero moments."""
         self.updates_done = steps_done
-        for held in self.held.values():
-            part = local(held.parameter)
+        for shard in self.shards.values():
+            part = local(shard.parameter)
             box = Box(
-                held.place.offsets, tuple(part.shape), held.weight.shape
+                shard.weight_shard.offsets, tuple(part.shape), shard.weight.shape
             )  # only its shape and the width of its dtype matter here
-            self.state[held.parameter] = empty_moments(box, self.kind, part)
+            self.state[shard.parameter] = empty_moments(box, self.kind, part)
 
-    def _widest(self, held: LocalParameter) -> ReduceScales:
+    def _widest(self, shard: LocalParameter) -> ReduceScales:
         """Reduction of the scales of blocks that tp cuts: the maximum over its ranks, as without tp."""
-        dim, shape = held.weight.tp_dim, held.weight.shape
-        group = self.share.mesh.group("expert_tp" if held.weight.is_expert else "tp")
-        if group is None or dim != len(shape) - 1 or held.place.shape[-1] == shape[-1] or self.kind != "8bit":
+        dim, shape = shard.weight.tp_dim, shard.weight.shape
+        group = self.share.mesh.group("expert_tp" if shard.weight.is_expert else "tp")
+        if group is None or dim != len(shape) - 1 or shard.weight_shard.shape[-1] == shape[-1] or self.kind != "8bit":
             return identity
-        if all(span.first % BLOCK == 0 for span in spans_over(self.share, held, group)):
+        if all(span.first % BLOCK == 0 for span in spans_over(self.share, shard, group)):
             return identity
-        before, count = held.place.offsets[-1] // BLOCK, num_blocks(shape[-1])
+        before, count = shard.weight_shard.offsets[-1] // BLOCK, num_blocks(shape[-1])
 
         def widest(scales: Tensor) -> Tensor:
             every = scales.new_zeros(len(scales), count)

@@ -43,11 +43,11 @@ class Piece(NamedTuple):
 
 
 class HostAdamW(AdamW):
-    """AdamW over `groups`, as torch's. `held` gives each parameter's block; a block is copied and updated together."""
+    """AdamW over `groups`, as torch's. `shards` gives each parameter's block; a block is copied and updated together."""
 
-    def __init__(self, groups: list[dict[str, Any]], held: list[LocalParameter], **settings: Any):
+    def __init__(self, groups: list[dict[str, Any]], shards: list[LocalParameter], **settings: Any):
         super().__init__(groups, **settings)
-        layer = {shard.parameter: shard.weight.layer for shard in held}
+        layer = {shard.parameter: shard.weight.layer for shard in shards}
         blocks: dict[tuple[int | None, int], Piece] = {}
         for number, group in enumerate(self.param_groups):
             for parameter in group["params"]:

@@ -1,7 +1,7 @@
 """Muon: hidden matrices are updated by an orthogonal matrix, all else by AdamW (Jordan et al. 2024; Liu et al. 2025).
 
     B = momentum B + G                       the momentum, fp32, sharded like the matrix
-    O = orthogonalise(G + momentum B)        of the *unsharded* matrix, gathered by `parallel.data.whole_matrices`
+    O = orthogonalise(G + momentum B)        of the *unsharded* matrix, gathered by `parallel.data.gathered_matrices`
     W = (1 - rate decay) W - rate 0.2 sqrt(max(m, n)) O
 
 The factor makes an update as large as AdamW's usually is (Liu et al. 2025, section 2.2), so that both share one learning rate
@@ -27,7 +27,7 @@ from torch.optim.adamw import adamw
 
 from ultrascale.description.architecture.weights import is_hidden_matrix
 from ultrascale.description.run import Optimizer
-from ultrascale.parallel.data.whole_matrices import GatheredMatrices
+from ultrascale.parallel.data.gathered_matrices import GatheredMatrices
 from ultrascale.parallel.share import LocalParameter, Share, local
 from ultrascale.work.sharding.owners import NEWTON_SCHULZ_STEPS
 
@@ -39,12 +39,12 @@ class Muon(torch.optim.Optimizer):
     """Muon over the parameters of a share. Groups: matrices, then the others with and without weight decay."""
 
     def __init__(self, share: Share, settings: Optimizer):
-        self.matrices = [held for held in share.local_parameters if is_hidden_matrix(held.weight)]
-        others = [held for held in share.local_parameters if not is_hidden_matrix(held.weight)]
+        self.matrices = [shard for shard in share.local_parameters if is_hidden_matrix(shard.weight)]
+        others = [shard for shard in share.local_parameters if not is_hidden_matrix(shard.weight)]
         groups = [
             {"params": _parameters(self.matrices), "weight_decay": settings.weight_decay},
-            {"params": _parameters([held for held in others if held.weight.decay]), "weight_decay": settings.weight_decay},
-            {"params": _parameters([held for held in others if not held.weight.decay]), "weight_decay": 0.0},
+            {"params": _parameters([shard for shard in others if shard.weight.decay]), "weight_decay": settings.weight_decay},
+            {"params": _parameters([shard for shard in others if not shard.weight.decay]), "weight_decay": 0.0},
         ]
         super().__init__(groups, {"lr": settings.learning_rate})
         self.settings, self.whole = settings, GatheredMatrices(share, self.matrices)
@@ -70,10 +70,10 @@ class Muon(torch.optim.Optimizer):
                 momentum.add_(gradient)
                 part = torch.add(gradient, momentum, alpha=self.settings.momentum)
             parts.append(part.to(iteration_dtype(part.dtype)))
-        for held, update in zip(self.matrices, self.whole.apply(parts, orthogonalise), strict=True):
-            parameter = local(held.parameter)
+        for shard, update in zip(self.matrices, self.whole.apply(parts, orthogonalise), strict=True):
+            parameter = local(shard.parameter)
             parameter.mul_(1 - group["lr"] * group["weight_decay"])
-            parameter.add_(update.to(parameter.dtype), alpha=-group["lr"] * update_size(held.weight.shape))
+            parameter.add_(update.to(parameter.dtype), alpha=-group["lr"] * update_size(shard.weight.shape))
 
     def _update_others(self, group: dict[str, Any]) -> None:
         some = [parameter for parameter in group["params"] if parameter.grad is not None]
@@ -102,8 +102,8 @@ def update_size(shape: Sequence[int]) -> float:
     return RMS_OF_ADAMW * sqrt(max(shape[-2:]))
 
 
-def _parameters(held: Sequence[LocalParameter]) -> list[nn.Parameter]:
-    return [shard.parameter for shard in held]
+def _parameters(shards: Sequence[LocalParameter]) -> list[nn.Parameter]:
+    return [shard.parameter for shard in shards]
 
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)

@@ -55,10 +55,10 @@ def _adamw(share: Share, settings: Optimizer) -> AdamW:
     """Fused AdamW in two groups, with and without weight decay."""
     groups = [
         {
-            "params": [held.parameter for held in share.local_parameters if held.weight.decay],
+            "params": [shard.parameter for shard in share.local_parameters if shard.weight.decay],
             "weight_decay": settings.weight_decay,
         },
-        {"params": [held.parameter for held in share.local_parameters if not held.weight.decay], "weight_decay": 0.0},
+        {"params": [shard.parameter for shard in share.local_parameters if not shard.weight.decay], "weight_decay": 0.0},
     ]
     used = [group for group in groups if group["params"]]
     options: dict[str, Any] = {
@@ -106,8 +106,8 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
         group["lr"] = rate
 
 
-def moment_of(optimizer: torch.optim.Optimizer, held: LocalParameter, moment: str) -> Tensor:
+def moment_of(optimizer: torch.optim.Optimizer, shard: LocalParameter, moment: str) -> Tensor:
     """This rank's shard of a moment; for narrow moments a dequantized copy on the CPU."""
     if isinstance(optimizer, CompactAdamW):
-        return optimizer.store(held).whole(moment)
-    return local(optimizer.state[held.parameter][moment])
+        return optimizer.store(shard).whole(moment)
+    return local(optimizer.state[shard.parameter][moment])

@@ -128,7 +128,7 @@ def _observers(
         (faults.on_anomaly == "rewind", Rewind),
     ]
     stored = [] if session.store is None else [session.store]
-    return [*stored, *(build() for is_asked, build in builders if is_asked)]
+    return [*stored, *(build() for is_enabled, build in builders if is_enabled)]
 
 
 def _write_start(trainer: Trainer, folder: RunFolder, metrics: Metrics, newest: Search, lines: list[str]) -> None:
@@ -252,7 +252,7 @@ class Rewind(LoopObserver):
             session.place.settle(step)
             if session.place.loss is not None or saves.saved_at < 0:
                 raise error
-            store = session.store if session.store is not None and not session.store.disks.are_one else None
+            store = session.store if session.store is not None and not session.store.disks.are_shared else None
             where = search if store is None else partial(store.search, reads=partial(shards_for, trainer))
             restore_newest(trainer, session.folder.checkpoints, allow_changes=True, search=where)
         if session.ranks.is_first:

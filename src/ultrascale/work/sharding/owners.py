@@ -1,5 +1,5 @@
 """Owners of whole matrices, for updates that need a whole matrix (Muon), and the communication for it
-(`parallel.data.whole_matrices`).
+(`parallel.data.gathered_matrices`).
 
     shard          rows of a matrix over the ranks that share one copy of the state  -->  each rank gets slices of some matrices
     expert_shard   rows of experts, if ZeRO does not leave them whole                -->  each rank gets some weights' experts

@@ -59,9 +59,9 @@ class WeightShard(NamedTuple):
     offsets: tuple[int, ...]
     """Offsets of its first element in the whole weight."""
     shape: tuple[int, ...]
-    num_replicas: int = 1
+    num_tp_copies: int = 1
     """Number of neighbours along tp (for experts: along expert_tp) that hold the same part."""
-    replica: int = 0
+    tp_copy: int = 0
     """Index of this rank among those neighbours."""
     is_partial: bool = False
     """True if the gradient is the sum of those neighbours' partial gradients; otherwise each computes all of it."""
@@ -83,12 +83,12 @@ def shard_of(weight: Weight, layout: Layout, coordinates: Coordinates) -> Weight
             tuple(offsets), tuple(shape), layout.expert_tp, coordinates.expert_tp, is_partial=layout.expert_tp > 1
         )
     parts = 1 if weight.tp_dim is None else min(layout.tp, weight.max_tp_shards or layout.tp)
-    num_replicas = layout.tp // parts
+    num_tp_copies = layout.tp // parts
     if weight.tp_dim is not None:
-        split(weight.tp_dim, parts, coordinates.tp // num_replicas)
+        split(weight.tp_dim, parts, coordinates.tp // num_tp_copies)
     differs = weight.tp_dim is not None or layout.sequence_parallel or weight.name.endswith(HEAD_NORMS)
     return WeightShard(
-        tuple(offsets), tuple(shape), num_replicas, coordinates.tp % num_replicas, is_partial=num_replicas > 1 and differs
+        tuple(offsets), tuple(shape), num_tp_copies, coordinates.tp % num_tp_copies, is_partial=num_tp_copies > 1 and differs
     )
 
 

@@ -36,8 +36,8 @@ addEventListener("resize", () => {{ if (innerWidth !== before) {{ before = inner
 """
 
 
-def one_file(answer: dict[str, Any]) -> str:
-    """An answer of `page.shown` as a self-contained page."""
+def plan_file(answer: dict[str, Any]) -> str:
+    """An answer of `page.plan_data` as a self-contained page."""
     title = f"{answer['title']['model']}: {answer['title']['layout']}"
     return _filled(answer, title=title, verb="plan", command=answer["command"], scripts=("charts.js",), draw="draw")
 

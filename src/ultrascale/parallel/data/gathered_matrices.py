@@ -30,9 +30,9 @@ from ultrascale.work.sharding.owners import Exchange, Span, exchanges, slice_spa
 class GatheredMatrices:
     """Exchanges for a set of weights of a rank; built once. All ranks of the groups build theirs for the same weights."""
 
-    def __init__(self, share: Share, held: Sequence[LocalParameter]):
-        planned = exchanges([shard.weight for shard in held], share.layout, share.mesh.rank)
-        self._stages = [_Stage(exchange, _group(share, held, exchange)) for exchange in planned]
+    def __init__(self, share: Share, shards: Sequence[LocalParameter]):
+        planned = exchanges([shard.weight for shard in shards], share.layout, share.mesh.rank)
+        self._stages = [_Stage(exchange, _group(share, shards, exchange)) for exchange in planned]
 
     def apply(self, parts: Sequence[Tensor], work: Callable[[Tensor], Tensor]) -> list[Tensor]:
         """Apply `work` to each whole matrix (experts: to [X, m, n] of the local experts). `parts` are this rank's shards, in
@@ -72,9 +72,9 @@ class _Stage:
 
     def scatter_to_shards(self, wholes: dict[int, Tensor]) -> dict[int, Tensor]:
         owned = [n for n in self.shardings if self.is_owner(n)]
-        as_cut = {n: wholes[n].reshape(self.shardings[n].shape) for n in owned}
-        sent = [[self._part(as_cut[n], n, rank) for n in owned] for rank in range(self.size)]
-        del as_cut
+        as_sharded = {n: wholes[n].reshape(self.shardings[n].shape) for n in owned}
+        sent = [[self._part(as_sharded[n], n, rank) for n in owned] for rank in range(self.size)]
+        del as_sharded
         coming = [[n for n, sharding in self.shardings.items() if sharding.owner == rank] for rank in range(self.size)]
         shapes = [[self._rest[n] for n in some] for some in coming]
         like = next(iter(wholes.values()), None)
@@ -117,14 +117,14 @@ class _Stage:
         return by_rank
 
 
-def spans_over(share: Share, held: LocalParameter, group: dist.ProcessGroup) -> tuple[Span, ...]:
+def spans_over(share: Share, shard: LocalParameter, group: dist.ProcessGroup) -> tuple[Span, ...]:
     """Span of the sharded dimension of a weight that each rank of `group` (tp or expert_tp) holds."""
-    return slice_spans(held.weight, share.layout, dist.get_process_group_ranks(group))
+    return slice_spans(shard.weight, share.layout, dist.get_process_group_ranks(group))
 
 
-def _group(share: Share, held: Sequence[LocalParameter], exchange: Exchange) -> dist.ProcessGroup:
+def _group(share: Share, shards: Sequence[LocalParameter], exchange: Exchange) -> dist.ProcessGroup:
     if exchange.axis in ("shard", "expert_shard"):
-        parameter = held[next(iter(exchange.shardings))].parameter
+        parameter = shards[next(iter(exchange.shardings))].parameter
         assert isinstance(parameter, DTensor)
         return parameter.device_mesh["dp_shard"].get_group()
     group = share.mesh.group("tp" if exchange.axis == "tp" else "expert_tp")
