@@ -45,8 +45,8 @@ def explained(error: BaseException | str, subject: str) -> tuple[int, str]:
 
 
 def problem_list(problems: Sequence[Problem], *, is_usage_error: bool = True) -> str:
-    """Every mistake: its key or file, the source of the value, the rule, and the remedy. `is_usage_error`: about a configuration
-    or a command rather than a file or a disk."""
+    """Every mistake: its key or file, the source of the value, the rule, and the remedy. `is_usage_error`: about a
+    configuration or a command rather than a file or a disk."""
     count = len(problems)
     head = "invalid arguments" if is_usage_error else "cannot go on"
     head = "invalid configuration" if is_usage_error and any(map(_is_configured, problems)) else head
