@@ -64,50 +64,53 @@ def plan(
     save: _Words | None = None,
     **settings: Any,
 ) -> Plan:
-    """The best layout of a model on machines, `plan("llama-3-8b", "64xh100")`; or the plan of a run, `plan("run.toml")`.
+    """Find the best layout of a model on machines, `plan("llama-3-8b", "64xh100")`, or plan a run's own layout,
+    `plan("run.toml")`.
 
-    `settings` are the flags of `ultrascale plan` by their names, `zero_stage=3`, `tp=[4, 8]`, `stack="megatron"`, and settings
-    of a run, `layout={"attention": "sdpa"}`. Raises SpecError with everything that is wrong with them.
+    Returns a Plan: memory in bytes, step time in seconds with an 80% prediction interval, MFU. `settings` are the flags of
+    `ultrascale plan` by name, `zero_stage=3`, `tp=[4, 8]`, `stack="megatron"`, and settings of a run,
+    `layout={"attention": "sdpa"}`. Raises SpecError with every invalid argument.
 
     Args:
-        seq_len: Tokens of a sequence, such as 8192 or 128k (131,072). Default: what the model was made for, at most
+        seq_len: Sequence length in tokens, such as 8192 or 128k (131,072). Default: the model's own maximum, at most
             8192.
-        tokens_per_batch: Tokens of a step over all GPUs, such as 4M. Default: one micro-batch for each GPU.
-        sequences_per_batch: Sequences of a step over all GPUs, in place of tokens.
-        dp: Data parallelism to search. Default: what the other axes leave of the GPUs.
-        tp: Tensor parallelism to search, such as 8 or 4,8.
-        cp: Context parallelism to search.
-        pp: Pipeline parallelism to search.
-        ep: Expert parallelism to search.
+        tokens_per_batch: Global batch in tokens, such as 4M. Default: one micro-batch per GPU.
+        sequences_per_batch: Global batch in sequences, in place of tokens.
+        dp: Data-parallel degrees to search. Default: the GPUs that the other axes leave.
+        tp: Tensor-parallel degrees to search, such as 8 or 4,8.
+        cp: Context-parallel degrees to search.
+        pp: Pipeline-parallel degrees to search.
+        ep: Expert-parallel degrees to search.
         schedule: Pipeline schedules to search, such as 1f1b,interleaved.
-        zero_stage: State sharded over GPUs: 0 none, 1 optimizer state, 2 gradients too, 3 parameters too; or several,
-            such as 1,3.
-        dp_shard: GPUs that share one copy of the training state. Default: searched.
-        recompute: Activations computed again in the backward pass: none, selective, full, every-k, or several; of one
-            layout also modules such as norm+moe_act.
-        micro_batch_size: Sequences in one forward pass of one GPU.
-        precision: Dtype of the passes: fp64, fp32, bf16, fp16, fp8, mxfp8, nvfp4. Default: bf16, fp16 where there is no
-            bf16, fp32 on a CPU.
-        stack: The trainer that is planned for: ultrascale, torchtitan, megatron, nanotron, ... (`ultrascale show
-            stacks`). What it does may be changed: --stack megatron --stack.dispatcher deepep.
-        optimizer: Optimizer of the run: adamw, adamw-bf16, adamw-8bit, muon. Default: adamw.
-        expert_imbalance: Tokens of the busiest rank's experts over the mean, such as 1.3.
+        zero_stage: ZeRO stages to search, such as 3 or 1,3: 0 shards nothing, 1 optimizer state, 2 also gradients, 3
+            also parameters.
+        dp_shard: GPUs over which the training state is sharded (HSDP if fewer than dp). Default: searched.
+        recompute: Activation checkpointing to search: none, selective, full, every-k; for a single layout also modules,
+            norm+moe_act.
+        micro_batch_size: Micro-batch size: sequences in one forward pass of a GPU.
+        precision: Dtype of the passes: fp64, fp32, bf16, fp16, fp8, mxfp8, nvfp4. Default: bf16; fp16 without bf16,
+            fp32 on a CPU.
+        stack: Framework to plan for (`ultrascale show stacks`): torchtitan, megatron, ... Change its features by
+            --stack.KEY VALUE.
+        optimizer: Optimizer: adamw, adamw-bf16, adamw-8bit, muon. Default: adamw.
+        expert_imbalance: Load of the busiest rank's experts over the mean load, such as 1.3.
         checkpoint_minutes: Minutes of training between two blocking checkpoints; needs --storage-gbytes.
-        storage_gbytes: Storage bandwidth of all nodes together, GB/s. Default: storage costs nothing.
-        save_seconds: Seconds that a checkpoint blocks training. Default: the longest of the run's folder, else planned.
-        runnable: Search only what `ultrascale train` runs today.
-        top: Layouts to list.
-        explain: Say what makes it fit and fast, what binds, what other machines would be worth, and what was left out.
-        print_flags: Print the plan as the trainer's own settings, and nothing else.
-        svg: Draw the pipeline of the step into this file.
-        perfetto: Write the predicted step as a trace for ui.perfetto.dev into this file.
-        html: Write the plan, drawn, into this one file, to look at in a browser or to mail.
-        png: Draw the plan's charts into this folder, a PNG each: memory, time, roofline, what axes send, front. Needs
+        storage_gbytes: Storage bandwidth of all nodes together, in GB/s. Default: storage costs nothing.
+        save_seconds: Seconds that a checkpoint blocks training. Default: the longest in the run's folder, else planned.
+        runnable: Search only layouts that `ultrascale train` can run today.
+        top: Number of layouts to list.
+        explain: Explain what makes the layout fit and fast, what limits it, what other machines would bring, and what
+            was left out.
+        print_flags: Print only the plan as settings of the framework.
+        svg: Draw the pipeline of the step to this file.
+        perfetto: Write the predicted step to this file, as a trace for ui.perfetto.dev.
+        html: Write the plan with its charts to one self-contained HTML file.
+        png: Draw the plan's charts into this folder as PNGs: memory, time, roofline, communication, front. Needs
             matplotlib.
-        tokens: Say how long training on so many takes and what it costs, such as 15T.
-        budget: Money, time or a date: $1M, 30d, 2027-03-01. Says how many tokens that trains here, and how large a
-            model it would do.
-        save: Write the run that is explained to this TOML file, for `check` and `train`.
+        tokens: Also print how long training on this many tokens takes and what it costs, such as 15T.
+        budget: Money, time or a date: $1M, 30d, 2027-03-01. Prints how many tokens it trains here, and the optimal
+            model size.
+        save: Save the planned run to this TOML file, for `check` and `train`.
     """
     ...
 
@@ -148,47 +151,50 @@ def search(
     save: _Words | None = None,
     **settings: Any,
 ) -> Search:
-    """All layouts of a model on machines, ranked: what `plan` of the same words chooses from. Raises SpecError.
+    """Rank all layouts of a model on machines; `plan` with the same arguments returns the first.
+
+    Raises SpecError if an argument is invalid.
 
     Args:
-        seq_len: Tokens of a sequence, such as 8192 or 128k (131,072). Default: what the model was made for, at most
+        seq_len: Sequence length in tokens, such as 8192 or 128k (131,072). Default: the model's own maximum, at most
             8192.
-        tokens_per_batch: Tokens of a step over all GPUs, such as 4M. Default: one micro-batch for each GPU.
-        sequences_per_batch: Sequences of a step over all GPUs, in place of tokens.
-        dp: Data parallelism to search. Default: what the other axes leave of the GPUs.
-        tp: Tensor parallelism to search, such as 8 or 4,8.
-        cp: Context parallelism to search.
-        pp: Pipeline parallelism to search.
-        ep: Expert parallelism to search.
+        tokens_per_batch: Global batch in tokens, such as 4M. Default: one micro-batch per GPU.
+        sequences_per_batch: Global batch in sequences, in place of tokens.
+        dp: Data-parallel degrees to search. Default: the GPUs that the other axes leave.
+        tp: Tensor-parallel degrees to search, such as 8 or 4,8.
+        cp: Context-parallel degrees to search.
+        pp: Pipeline-parallel degrees to search.
+        ep: Expert-parallel degrees to search.
         schedule: Pipeline schedules to search, such as 1f1b,interleaved.
-        zero_stage: State sharded over GPUs: 0 none, 1 optimizer state, 2 gradients too, 3 parameters too; or several,
-            such as 1,3.
-        dp_shard: GPUs that share one copy of the training state. Default: searched.
-        recompute: Activations computed again in the backward pass: none, selective, full, every-k, or several; of one
-            layout also modules such as norm+moe_act.
-        micro_batch_size: Sequences in one forward pass of one GPU.
-        precision: Dtype of the passes: fp64, fp32, bf16, fp16, fp8, mxfp8, nvfp4. Default: bf16, fp16 where there is no
-            bf16, fp32 on a CPU.
-        stack: The trainer that is planned for: ultrascale, torchtitan, megatron, nanotron, ... (`ultrascale show
-            stacks`). What it does may be changed: --stack megatron --stack.dispatcher deepep.
-        optimizer: Optimizer of the run: adamw, adamw-bf16, adamw-8bit, muon. Default: adamw.
-        expert_imbalance: Tokens of the busiest rank's experts over the mean, such as 1.3.
+        zero_stage: ZeRO stages to search, such as 3 or 1,3: 0 shards nothing, 1 optimizer state, 2 also gradients, 3
+            also parameters.
+        dp_shard: GPUs over which the training state is sharded (HSDP if fewer than dp). Default: searched.
+        recompute: Activation checkpointing to search: none, selective, full, every-k; for a single layout also modules,
+            norm+moe_act.
+        micro_batch_size: Micro-batch size: sequences in one forward pass of a GPU.
+        precision: Dtype of the passes: fp64, fp32, bf16, fp16, fp8, mxfp8, nvfp4. Default: bf16; fp16 without bf16,
+            fp32 on a CPU.
+        stack: Framework to plan for (`ultrascale show stacks`): torchtitan, megatron, ... Change its features by
+            --stack.KEY VALUE.
+        optimizer: Optimizer: adamw, adamw-bf16, adamw-8bit, muon. Default: adamw.
+        expert_imbalance: Load of the busiest rank's experts over the mean load, such as 1.3.
         checkpoint_minutes: Minutes of training between two blocking checkpoints; needs --storage-gbytes.
-        storage_gbytes: Storage bandwidth of all nodes together, GB/s. Default: storage costs nothing.
-        save_seconds: Seconds that a checkpoint blocks training. Default: the longest of the run's folder, else planned.
-        runnable: Search only what `ultrascale train` runs today.
-        top: Layouts to list.
-        explain: Say what makes it fit and fast, what binds, what other machines would be worth, and what was left out.
-        print_flags: Print the plan as the trainer's own settings, and nothing else.
-        svg: Draw the pipeline of the step into this file.
-        perfetto: Write the predicted step as a trace for ui.perfetto.dev into this file.
-        html: Write the plan, drawn, into this one file, to look at in a browser or to mail.
-        png: Draw the plan's charts into this folder, a PNG each: memory, time, roofline, what axes send, front. Needs
+        storage_gbytes: Storage bandwidth of all nodes together, in GB/s. Default: storage costs nothing.
+        save_seconds: Seconds that a checkpoint blocks training. Default: the longest in the run's folder, else planned.
+        runnable: Search only layouts that `ultrascale train` can run today.
+        top: Number of layouts to list.
+        explain: Explain what makes the layout fit and fast, what limits it, what other machines would bring, and what
+            was left out.
+        print_flags: Print only the plan as settings of the framework.
+        svg: Draw the pipeline of the step to this file.
+        perfetto: Write the predicted step to this file, as a trace for ui.perfetto.dev.
+        html: Write the plan with its charts to one self-contained HTML file.
+        png: Draw the plan's charts into this folder as PNGs: memory, time, roofline, communication, front. Needs
             matplotlib.
-        tokens: Say how long training on so many takes and what it costs, such as 15T.
-        budget: Money, time or a date: $1M, 30d, 2027-03-01. Says how many tokens that trains here, and how large a
-            model it would do.
-        save: Write the run that is explained to this TOML file, for `check` and `train`.
+        tokens: Also print how long training on this many tokens takes and what it costs, such as 15T.
+        budget: Money, time or a date: $1M, 30d, 2027-03-01. Prints how many tokens it trains here, and the optimal
+            model size.
+        save: Save the planned run to this TOML file, for `check` and `train`.
     """
     ...
 
@@ -210,28 +216,28 @@ def schedule(
     pipeline_runtime: Literal["ultrascale", "torch"] = "ultrascale",
     **settings: Any,
 ) -> Schedule | Schedules | ExecutedSchedule:
-    """A pipeline schedule played, `schedule("1f1b", pp=4, micro_batches=8)`; without a name all of them.
+    """Simulate a pipeline schedule, `schedule("1f1b", pp=4, micro_batches=8)`; without a name, all of them.
 
-    `settings` are the flags of `ultrascale show schedule`; `cost` is a mapping such as {"forward": 2}. With `executed=True` a
-    small model runs it on this machine, which needs torch.
+    `settings` are the flags of `ultrascale show schedule` by name; `cost` is a mapping such as {"forward": 2}, in any unit of
+    time. With `executed=True` a small model runs it on this machine, which needs torch.
 
-    Raises SpecError for an unknown schedule, or numbers that do not suit it.
+    Raises SpecError for an unknown schedule, or for numbers that do not suit it.
 
     Args:
-        pp: Ranks of the pipeline. Default: 4, or what the file says.
-        micro_batches: Micro-batches of a step. Default: 8, or what the file says.
-        virtual_stages: Stages a rank, for schedules that take any number, such as interleaved; 2 if not given.
-        model: Model, as `ultrascale plan` takes it: the pipeline of the best layout of this model, --pp and NAME as
-            given...
-        gpus: ... on these machines, such as 64xh100. Axes are kept as `plan` keeps them: --tp 8 --zero-stage 3.
-        seq_len: Tokens of a sequence, such as 8192 or 128k; with --model.
-        tokens_per_batch: Tokens of a step, such as 4M; with --model.
+        pp: Pipeline ranks. Default: 4, or as in the file.
+        micro_batches: Micro-batches per step. Default: 8, or as in the file.
+        virtual_stages: Virtual pipeline stages per rank, for schedules that allow any number, such as interleaved.
+            Default: 2.
+        model: Model, as for `ultrascale plan`: the pipeline of the best layout of this model, --pp and NAME as given...
+        gpus: ... on these machines, such as 64xh100. Give degrees as for `plan`: --tp 8 --zero-stage 3.
+        seq_len: Sequence length in tokens, such as 8192 or 128k; with --model.
+        tokens_per_batch: Global batch in tokens, such as 4M; with --model.
         cost: See `Costs`.
-        svg: Also write a picture.
+        svg: Also draw the step to this SVG file.
         perfetto: Also write a trace for ui.perfetto.dev.
-        csv: Also write the actions as the file that `--layout.schedule FILE` reads, to be changed.
-        executed: Also run it on this machine's CPU, with a small model, and show that below what is planned.
-        pipeline_runtime: Runtime whose loop --executed runs it with, as `layout.pipeline_runtime`.
+        csv: Also write the actions to a file that `--layout.schedule FILE` reads, for editing.
+        executed: Also run it on this machine's CPU with a small model, and show that below the simulation.
+        pipeline_runtime: Runtime that runs the schedule with --executed, as `layout.pipeline_runtime`.
     """
     ...
 
@@ -252,24 +258,25 @@ def trace(
     html: str | PathLike[str] | None = None,
     **settings: Any,
 ) -> Trace | StageTraces:
-    """Any rank of a run's job, run here with shapes in place of numbers: `trace("run.toml", world=512, rank=17)`.
+    """Run any rank of a job on this machine with shapes in place of numbers: `trace("run.toml", world=512, rank=17)`.
 
-    `settings` are the flags of `ultrascale trace`, and settings of the run, `layout={"tp": 8}`. Needs torch. Raises SpecError.
+    Returns live bytes, messages and FLOPs of the rank. `settings` are the flags of `ultrascale trace` by name, and settings of
+    the run, `layout={"tp": 8}`. Needs torch. Raises SpecError if an argument or the run is invalid.
 
     Args:
-        model: Model in place of a file, as `ultrascale plan` takes it: the best layout of this model...
-        gpus: ... on these machines, such as 64xh100. Axes are kept as `plan` keeps them: --tp 8 --zero-stage 3.
-        seq_len: Tokens of a sequence, such as 8192 or 128k; with --model.
-        tokens_per_batch: Tokens of a step, such as 4M; with --model.
-        world: Ranks of the job. What tp, cp and pp leave of them shares the batch (layout.dp). Default: the run's own.
-        rank: The rank to be. Default: 0.
-        all_stages: The first rank of every pipeline stage, a line each.
+        model: Model in place of a file, as for `ultrascale plan`: traces the best layout of this model...
+        gpus: ... on these machines, such as 64xh100. Give degrees as for `plan`: --tp 8 --zero-stage 3.
+        seq_len: Sequence length in tokens, such as 8192 or 128k; with --model.
+        tokens_per_batch: Global batch in tokens, such as 4M; with --model.
+        world: Ranks of the job; dp = world / (tp x cp x pp) (layout.dp). Default: the run's own.
+        rank: Rank to trace. Default: 0.
+        all_stages: Trace the first rank of every pipeline stage, and print one line each.
         steps: Optimizer steps to run.
-        device: Device whose choices are made. Default: the run's cluster's, cuda for GPUs.
-        out: Files to write, by their ending: memory by category as .png or .svg, a trace for ui.perfetto.dev as .json,
-            a snapshot for pytorch.org/memory_viz as .pickle.
-        explain_oom: Say what takes most at the peak, and which changes of the layout would help.
-        html: Write what is found, drawn, into this one file, to look at in a browser or to mail.
+        device: Device whose kernels and choices are traced. Default: that of the run's cluster, cuda for GPUs.
+        out: Files to write; the extension selects the content: .png or .svg, memory by category; .json, a trace for
+            ui.perfetto.dev; .pickle, a snapshot for pytorch.org/memory_viz.
+        explain_oom: Print what takes most memory at the peak, and which changes of the layout would help.
+        html: Write the trace with its charts to one self-contained HTML file.
     """
     ...
 
@@ -289,26 +296,29 @@ def check(
     steps: int | str = 3,
     **settings: Any,
 ) -> Check | CheckMatrix:
-    """Proof that a run's processes compute what one does: `check("run.toml", processes=2)`; `check(matrix=True)` for all.
+    """Prove that a run on N processes computes what one process computes: `check("run.toml", processes=2)`, or
+    `check(matrix=True)` for all combinations.
 
-    `settings` are the flags of `ultrascale check`, and settings of the run. Starts processes; needs torch. Raises SpecError.
+    `settings` are the flags of `ultrascale check` by name, and settings of the run. Starts processes; needs torch. Raises
+    SpecError if an argument or the run is invalid.
 
     Args:
-        model: Model in place of a file, as `ultrascale plan` takes it: the best layout of this model...
-        gpus: ... on these machines, such as 64xh100. Axes are kept as `plan` keeps them: --tp 8 --zero-stage 3.
-        seq_len: Tokens of a sequence, such as 8192 or 128k; with --model.
-        tokens_per_batch: Tokens of a step, such as 4M; with --model.
-        processes: Number of processes. Default: the run's own up to 8, else the least that has its axes. With --matrix:
-            the most of any combination; default 8.
-        own_layout: Prove only the run's own ZeRO stage and embedding.
-        plant: Plant a fault that the proof must see, or `all` that the run can have; `list` names them. Exit code 0
-            then means that each was seen. Without a run each is planted where it can be seen best.
-        matrix: Prove the combinations of axes, schedules, methods, families and experts that `docs/support.md` lists.
-        markdown: File to write the tables into; with --matrix.
-        against: Compare with a plain training loop around transformers' model instead: loss, gradient norm and weights.
-            It shares only the initial weights, so it sees what the program's own reference cannot: a wrong formula,
-            decay or learning rate.
-        steps: Optimizer steps that are compared.
+        model: Model in place of a file, as for `ultrascale plan`: checks the best layout of this model...
+        gpus: ... on these machines, such as 64xh100. Give degrees as for `plan`: --tp 8 --zero-stage 3.
+        seq_len: Sequence length in tokens, such as 8192 or 128k; with --model.
+        tokens_per_batch: Global batch in tokens, such as 4M; with --model.
+        processes: Processes. Default: the run's, up to 8, else the fewest with its axes. --matrix: most of any
+            combination; default 8.
+        own_layout: Prove only the run's own ZeRO stage and embedding (tied or untied).
+        plant: Plant a fault that the proof must detect, or `all` that apply to the run; `list` names them. Exit code 0
+            then means that each was detected. Without a run, each is planted where it is easiest to detect.
+        matrix: Prove the combinations of axes, schedules, methods, model families and experts that `docs/support.md`
+            lists.
+        markdown: Write the tables to this file; with --matrix.
+        against: Compare with a plain training loop around the model in transformers instead: loss, gradient norm and
+            weights. It shares only the initial weights, so it detects what the program's own reference cannot: a wrong
+            formula, weight decay or learning rate.
+        steps: Optimizer steps to compare.
     """
     ...
 
@@ -327,22 +337,24 @@ def sweep(
     html: str | PathLike[str] | None = None,
     **settings: Any,
 ) -> Sweep:
-    """Every combination of settings with several values measured here: `sweep("run.toml", layout={"zero_stage": [0, 1]})`.
+    """Measure every combination of settings with several values on this machine.
 
-    `settings` are the flags of `ultrascale sweep`, and settings of the run. Needs torch, and the run's data. Raises SpecError.
+    For example: `sweep("run.toml", layout={"zero_stage": [0, 1]})`.
+
+    `settings` are the flags of `ultrascale sweep` by name, and settings of the run. Needs torch and the run's data. Raises
+    SpecError if an argument or the run is invalid.
 
     Args:
         steps: Timed steps in each cell.
-        warm: Warm-up steps before them.
-        processes: Processes of each cell; dp = processes / (tp x cp x pp) shares the batch (layout.dp).
-        minutes: A cell that takes longer is ended.
-        out: Folder for cells, table and pictures. Default: `sweeps/NAME` in the folder of the runs.
-        store: Bucket or folder that also keeps each result, and has those of other machines, such as
-            s3://BUCKET/sweeps/NAME.
-        list: Measure nothing: write each cell's run, and say what is known so far.
-        again: Measure cells that failed once more.
-        top: Cells to list.
-        html: Write what is found, drawn, into this one file, to look at in a browser or to mail.
+        warm: Warm-up steps before the timed ones.
+        processes: Processes per cell; dp = processes / (tp x cp x pp) (layout.dp).
+        minutes: Time limit of a cell in minutes; a longer one is ended.
+        out: Folder for cells, table and pictures. Default: `sweeps/NAME` in the folder of runs.
+        store: Bucket or folder that shares results with other machines, such as s3://BUCKET/sweeps/NAME.
+        list: Measure nothing: write the run of each cell, and print the results so far.
+        again: Measure failed cells again.
+        top: Number of cells to list.
+        html: Write the results with charts to one self-contained HTML file.
     """
     ...
 
@@ -352,15 +364,15 @@ def report(
     html: str | PathLike[str] | None = None,
     **settings: Any,
 ) -> Report:
-    """A run's folder summed up, its pictures drawn into FOLDER/plots: `report("out/first")`.
+    """Summarize a run's folder, and draw its plots into FOLDER/plots: `report("out/first")`.
 
-    Needs matplotlib. Raises SpecError.
+    Needs matplotlib. Raises SpecError if the folder is not a run's.
 
     Args:
-        html: Write what is found, drawn, into this one file, to look at in a browser or to mail.
+        html: Write the report with its charts to one self-contained HTML file.
     """
     ...
 
 def compare(a: Plan | str | PathLike[str], b: Plan | str | PathLike[str]) -> Comparison:
-    """Two plans side by side, what differs first. A run's file stands for its plan. Raises SpecError."""
+    """Compare two plans, largest differences first. A run's file stands for its plan. Raises SpecError if it is invalid."""
     ...

@@ -1,9 +1,8 @@
-"""The console of a run, which may go before the run does: a full disk under a redirection, a pipe that nobody reads any more, a
-terminal that was closed, a stream closed from the start.
+"""The console of a run, which may disappear before the run ends: a full disk under a redirection, a pipe without a reader, a
+closed terminal, a stream closed from the start.
 
-None of them is a reason to end weeks of training. The first line that cannot be written is the last one tried: the stream's
-number then leads to the null device, so that whatever else prints there, the flush at the end of the process included, meets no
-error either.
+None of these may end weeks of training. After the first line that cannot be written, the stream's file descriptor leads to the
+null device, so that further output, including the flush at the end of the process, meets no error.
 """
 
 from __future__ import annotations
@@ -19,9 +18,10 @@ NUMBERS: dict[Stream, int] = {"stdout": 1, "stderr": 2}
 
 
 def print_line(text: str, stream: Stream = "stdout") -> str:
-    """Print one line; empty, or why that failed. After a failure the stream is gone: later lines go nowhere, without one.
+    """Print one line; returns an empty text, or the reason of a failure. After a failure later lines are discarded without
+    error.
 
-    Raises UnicodeEncodeError where the locale has no bytes for the text.
+    Raises UnicodeEncodeError if the locale cannot encode the text.
     """
     file = getattr(sys, stream)
     if file is None:
@@ -38,7 +38,7 @@ def print_line(text: str, stream: Stream = "stdout") -> str:
 
 
 def finish_stdout() -> str:
-    """Write out what is still to be printed at the end of a process; empty, or why that failed."""
+    """Flush the remaining output at the end of a process; returns an empty text, or the reason of a failure."""
     if sys.stdout is None:
         return ""
     try:
@@ -51,7 +51,7 @@ def finish_stdout() -> str:
 
 @contextmanager
 def redirect_stdout_to_stderr() -> Iterator[None]:
-    """While inside, what this process and those it starts print goes to stderr: stdout is for what a program will read."""
+    """Context manager that sends all output of this process and of those it starts to stderr: stdout is for programs."""
     finish_stdout()
     saved_stdout = os.dup(NUMBERS["stdout"])
     os.dup2(NUMBERS["stderr"], NUMBERS["stdout"])
@@ -64,18 +64,19 @@ def redirect_stdout_to_stderr() -> Iterator[None]:
 
 
 def redirect_to_null(stream: Stream) -> None:
-    """Lead the stream to the null device."""
+    """Redirect the stream to the null device."""
     file, number = getattr(sys, stream), NUMBERS[stream]
     null = os.open(os.devnull, os.O_WRONLY)
     with suppress(OSError, ValueError, AttributeError):
-        if file.fileno() == number:  # what the stream still holds goes there too
+        if file.fileno() == number:  # the stream's buffer goes there too
             os.dup2(null, number)
     setattr(sys, stream, open(null, "w"))  # noqa: SIM115 (as long as the process)
 
 
 def reserve_closed_streams() -> None:
-    """Keep the number of each standard stream that is closed from the first file that is opened: what some library prints would
-    land in a checkpoint. It is held for reading, so that writing goes on failing, in processes started from this one too."""
+    """Reserve the file descriptor of each closed standard stream, so that no later file gets it: output of a library would
+    otherwise be written into a checkpoint. It is opened for reading, so that writing still fails, also in processes started
+    from this one."""
     for number in range(3):
         try:
             os.fstat(number)
@@ -86,18 +87,18 @@ def reserve_closed_streams() -> None:
 
 
 def error_text(error: Exception) -> str:
-    """The system's own words, without its number."""
+    """The system's own message, without the error number."""
     return getattr(error, "strerror", None) or str(error)
 
 
 class Trimmed:
-    """Standard output, or the other stream, whatever it is at the time, without blanks at the ends of lines."""
+    """Standard output, or the other stream, without blanks at the ends of lines."""
 
     def __init__(self, stream: Stream = "stdout"):
         self.stream = stream
 
     def write(self, text: str) -> int:
-        """Write what is left of the text, and say that all of it was."""
+        """Write the trimmed text, and report all of it as written."""
         lines = text.split("\n")
         getattr(sys, self.stream).write("\n".join([*(line.rstrip(" ") for line in lines[:-1]), lines[-1]]))
         return len(text)

@@ -83,8 +83,8 @@ def test_signatures_and_words_are_those_of_the_functions():
     assert list(inspect.signature(us.plan).parameters) == ["model", "gpus", "seq_len", "tokens_per_batch", "settings"]
     for name in ("search", "compare", "schedule", "report"):
         assert inspect.getdoc(getattr(us, name))
-    assert (inspect.getdoc(us.plan) or "").startswith("The best layout of a model on machines")
-    assert (inspect.getdoc(us.check) or "").startswith("Proof that")
+    assert (inspect.getdoc(us.plan) or "").startswith("Find the best layout of a model on machines")
+    assert (inspect.getdoc(us.check) or "").startswith("Prove that")
 
 
 def test_a_name_that_is_not_there_is_an_attribute_error():

@@ -1,17 +1,17 @@
-"""The verbs as Python functions, `ultrascale.plan(...)` and so on; the command line calls the same ones and prints.
+"""The verbs as Python functions, `ultrascale.plan(...)` and so on; the command line calls the same functions and prints.
 
-A verb has its options (a frozen dataclass: names, defaults and help of the command line's flags too), a function from options
-to a result, and a function of keywords for people, which reads them as the command line would. A result is a frozen dataclass
-with `to_dict()`, which is what `--json` prints, `to_frame()`, a `repr` of one line, and what a notebook shows of it.
+A verb has options (a frozen dataclass: names, defaults and help of the command line's flags too), a function from options to a
+result, and a public function of keywords, which it reads as the command line would. A result is a frozen dataclass with
+`to_dict()`, the output of `--json`, `to_frame()`, a `repr` of one line, and a display for notebooks.
 
 extras          packages that only some verbs need
-keywords        keywords as options, and as the words of the command line that ask for the same
-planning        a question to the planner, and its answer: one plan, a search, two plans compared
-schedule        a pipeline schedule played, or all of them
-trace           any rank of a job
-check           N processes against one
+keywords        keywords as options, and as the equivalent command line
+planning        a request to the planner, and its result: one plan, a search, two plans compared
+schedule        a pipeline schedule simulated, or all of them
+trace           any rank of a job, run with shapes in place of numbers
+check           N processes compared with one
 sweep           many layouts measured
-report          a run's folder summed up
+report          summary of a run's folder
 displays        tables for notebooks and pandas; pictures
-schemas         what each result's `to_dict` holds, key by key; the JSON Schemas, and what type checkers see
+schemas         keys of each result's `to_dict`; the JSON Schemas, and the type stub
 """

@@ -1,6 +1,4 @@
-"""`ultrascale check` as a function: proof that a layout computes what one process computes, and planted faults that it must
-detect.
-"""
+"""`ultrascale check` as a function: proves that a layout computes what one process computes, and detects planted faults."""
 
 from __future__ import annotations
 
@@ -34,11 +32,11 @@ if TYPE_CHECKING:  # imports torch
     from ultrascale.check.matrix import Outcome
 
 Progress = Callable[[int, int], "Callable[[Verdict], None] | None"]
-"""Function of the number of cases and the most processes of any: returns the function that takes each verdict, in the process
-of rank 0."""
+"""Called with the number of cases and the largest number of processes; returns the function that takes each verdict, in the
+process of rank 0."""
 
 LARGEST_PROCESSES = 64
-"""More on one machine is a slip of the finger."""
+"""A larger number of processes on one machine is a typing error."""
 NOT_COVERED: dict[str | None, list[str]] = {
     None: [
         "what the reference shares with the trainer: the decoder's formulas, the table of weight decay, the learning rate "
@@ -48,7 +46,7 @@ NOT_COVERED: dict[str | None, list[str]] = {
     "transformers": ["the initial values", "the names and shapes of export and import", "anything below float64 (bf16, fp8)",
                      "the reading of data", "dropout and losses that balance experts"],
 }  # fmt: skip
-"""Blind spots of a proof by construction, by the reference (None: the program's own)."""
+"""Blind spots of a proof by construction, by reference (None: the program's own)."""
 
 
 @dataclass(frozen=True)
@@ -61,68 +59,69 @@ class CheckOptions:
         ultrascale check --model llama-3-8b --gpus 64xh100
         ultrascale check --matrix --processes 4
 
-    The run's own axes (data, tensor, context, pipeline, experts) are proven at two ranks each, as many as fit into 8 processes;
-    its schedule, stages, context method and recomputation are kept. Every ZeRO stage is proven, with and without accumulation,
-    the embedding tied and untied. The run's own data is not needed: sequences are made up, of documents of very uneven length.
-    A model too large for a laptop is made small first, keeping its kind. Exit code 0: proven; 1: not.
+    Each axis of the run (data, tensor, context, pipeline, experts) is proven at two ranks, as many axes as fit into 8
+    processes; the schedule, stages, context-parallel method and recomputation are the run's. Every ZeRO stage is proven, with
+    and without gradient accumulation, with tied and untied embeddings. The run's data is not needed: sequences are generated,
+    with documents of very uneven length. A model too large for a laptop is first scaled down to a small one of the same
+    architecture. Exit code 0: proven; 1: not.
     """
 
     run: str | None = None
-    """The run's TOML file, or the folder of a run."""
+    """TOML file of the run, or the folder of a run."""
     model: str | None = None
-    """Model in place of a file, as `ultrascale plan` takes it: the best layout of this model..."""
+    """Model in place of a file, as for `ultrascale plan`: checks the best layout of this model..."""
     gpus: str | None = None
-    """... on these machines, such as 64xh100. Axes are kept as `plan` keeps them: --tp 8 --zero-stage 3."""
+    """... on these machines, such as 64xh100. Give degrees as for `plan`: --tp 8 --zero-stage 3."""
     seq_len: int | None = None
-    """Tokens of a sequence, such as 8192 or 128k; with --model."""
+    """Sequence length in tokens, such as 8192 or 128k; with --model."""
     tokens_per_batch: str | None = None
-    """Tokens of a step, such as 4M; with --model."""
+    """Global batch in tokens, such as 4M; with --model."""
     processes: int | None = None
-    """Number of processes. Default: the run's own up to 8, else the least that has its axes. With --matrix: the most of any
-    combination; default 8."""
+    """Processes. Default: the run's, up to 8, else the fewest with its axes. --matrix: most of any combination; default 8."""
     own_layout: bool = False
-    """Prove only the run's own ZeRO stage and embedding."""
+    """Prove only the run's own ZeRO stage and embedding (tied or untied)."""
     plant: str | None = None
-    """Plant a fault that the proof must see, or `all` that the run can have; `list` names them. Exit code 0 then means that
-    each was seen. Without a run each is planted where it can be seen best."""
+    """Plant a fault that the proof must detect, or `all` that apply to the run; `list` names them. Exit code 0 then means that
+    each was detected. Without a run, each is planted where it is easiest to detect."""
     matrix: bool = False
-    """Prove the combinations of axes, schedules, methods, families and experts that `docs/support.md` lists."""
+    """Prove the combinations of axes, schedules, methods, model families and experts that `docs/support.md` lists."""
     markdown: str | None = None
-    """File to write the tables into; with --matrix."""
+    """Write the tables to this file; with --matrix."""
     against: Literal["transformers"] | None = None
-    """Compare with a plain training loop around transformers' model instead: loss, gradient norm and weights. It shares only
-    the initial weights, so it sees what the program's own reference cannot: a wrong formula, decay or learning rate."""
+    """Compare with a plain training loop around the model in transformers instead: loss, gradient norm and weights. It shares
+    only the initial weights, so it detects what the program's own reference cannot: a wrong formula, weight decay or learning
+    rate."""
     steps: int = 3
-    """Optimizer steps that are compared."""
+    """Optimizer steps to compare."""
     json: bool = False
     """Print the verdicts as JSON."""
 
 
 @dataclass(frozen=True, repr=False)
 class Check(Rows):
-    """The verdicts of a proof, or of one that had to see planted faults."""
+    """Verdicts of a proof, or of a proof that had to detect planted faults."""
 
     verdicts: tuple[Verdict, ...]
     planted: bool
-    """True if faults were planted: good is then what differs."""
+    """True if faults were planted: a case is then good if it differs."""
     against: Literal["transformers"] | None
     is_of_run: bool
-    """True if no fault was planted in a run of its own."""
+    """True unless a fault was planted in a run of its own."""
     notes: tuple[str, ...] = ()
-    """Notes on what differs from the run's description."""
+    """Notes on what differs from the run's configuration."""
 
     @property
     def holds(self) -> bool:
-        """True if everything is proven, or every planted fault was seen."""
+        """True if everything is proven, or if every planted fault was detected."""
         return all(verdict.holds != self.planted for verdict in self.verdicts)
 
     def to_dict(self) -> list[dict[str, Any]]:
-        """The output of `ultrascale check --json`: an object for each verdict."""
+        """The output of `ultrascale check --json`: one object per verdict."""
         blind = {"not_seen": NOT_COVERED[self.against]} if self.is_of_run else {}
         return [stamped("check", verdict.to_json() | blind) for verdict in self.verdicts]
 
     def rows(self) -> list[TableRow]:
-        """A row for each case: the largest error of each quantity, relative, and whether the case holds."""
+        """One row per case: the largest relative error of each quantity, and whether the case holds."""
         return [
             {"case": verdict.case, "holds": verdict.holds, **{name: worst.error for name, worst in verdict.worst.items()}}
             for verdict in self.verdicts
@@ -158,34 +157,34 @@ class CheckMatrix(Rows):
 
     @property
     def wrong(self) -> tuple[Outcome, ...]:
-        """Combinations that compute something else."""
+        """Combinations with a wrong result."""
         return tuple(outcome for outcome in self.outcomes if outcome.state == "DIFFERS")
 
     @property
     def holds(self) -> bool:
-        """True if none differs."""
+        """True if no combination differs."""
         return not self.wrong
 
     @property
     def states(self) -> list[tuple[str, int]]:
-        """Number of combinations proven, refused, untried, or that differ."""
+        """Number of combinations that are proven, refused, untried, or differ."""
         return Counter(outcome.state for outcome in self.outcomes).most_common()
 
     def to_dict(self) -> list[dict[str, Any]]:
-        """The output of `ultrascale check --matrix --json`: an object for each combination."""
+        """The output of `ultrascale check --matrix --json`: one object per combination."""
         return [
             stamped("check-matrix", {"name": outcome.cell.name, "state": outcome.state, "reason": outcome.cell.refused,
                                      "verdict": outcome.verdict and outcome.verdict.to_json()}) for outcome in self.outcomes
         ]  # fmt: skip
 
     def rows(self) -> list[TableRow]:
-        """A row for each combination."""
+        """One row per combination."""
         return [
             {"name": outcome.cell.name, "state": outcome.state, "reason": outcome.cell.refused} for outcome in self.outcomes
         ]
 
     def plot(self) -> Any:
-        """A matplotlib figure of the combinations in each state. Raises NotInstalledError without matplotlib."""
+        """A matplotlib figure: number of combinations in each state. Raises NotInstalledError without matplotlib."""
         return bars(repr(self), self.states, label="combinations")
 
     def __repr__(self) -> str:
@@ -193,9 +192,11 @@ class CheckMatrix(Rows):
 
 
 def check(run: str | PathLike[str] | None = None, **settings: Any) -> Check | CheckMatrix:
-    """Proof that a run's processes compute what one does: `check("run.toml", processes=2)`; `check(matrix=True)` for all.
+    """Prove that a run on N processes computes what one process computes: `check("run.toml", processes=2)`, or
+    `check(matrix=True)` for all combinations.
 
-    `settings` are the flags of `ultrascale check`, and settings of the run. Starts processes; needs torch. Raises SpecError.
+    `settings` are the flags of `ultrascale check` by name, and settings of the run. Starts processes; needs torch. Raises
+    SpecError if an argument or the run is invalid.
     """
     request = read_keywords(CheckOptions, "check", {"run": run, **settings}, positional=("run",), short=SHORT)
     with naming_extras("check"):
@@ -208,7 +209,7 @@ def answer(
     report: Callable[[str], None] = lambda note: None,
     progress: Progress = lambda count, most: None,
 ) -> Check | CheckMatrix:
-    """The proof that is asked for. `report` is told beforehand what is done otherwise than the run says."""
+    """Run the requested proof. `report` is called beforehand with each difference between the proof and the run."""
     options, settings = request.options, list(request.settings)
     expect_numbers(options, settings)
     if options.plant not in (None, "list"):
@@ -241,7 +242,7 @@ def answer(
     todo = list(cases(proven, own_layout=options.own_layout, processes=options.processes))
     if options.against is not None:
         for model in {case.run.model for case in todo}:
-            to_hf(model)  # raises SpecError here, where it is told, and not on a rank
+            to_hf(model)  # raises SpecError here, where it is reported, and not on a rank
     steps = options.steps
     if options.plant is not None:
         todo, steps = with_faults(todo, options.plant), max(2, options.steps)  # some show only in what the first step left
@@ -264,7 +265,7 @@ def _most_processes(todo: list[Case]) -> int:
 
 
 def _matrix(options: CheckOptions, progress: Progress) -> CheckMatrix:
-    """Every combination of at most so many processes, with the tables that were asked for written."""
+    """Prove every combination of at most that many processes, and write the requested tables."""
     from ultrascale.check.matrix import cells, prove_cells
     from ultrascale.check.small import MOST_PROCESSES
     from ultrascale.check.support import to_markdown
@@ -290,7 +291,7 @@ def _planted_faults(options: CheckOptions, progress: Progress) -> Check:
 
 
 def expect_numbers(options: CheckOptions, settings: list[str]) -> None:
-    """Raises SpecError with every mistake of the command."""
+    """Raises SpecError with every mistake in the command."""
     processes, problems = options.processes, []
     if processes is not None and not 1 <= processes <= LARGEST_PROCESSES:
         rule = f"must be from 1 to {LARGEST_PROCESSES}, is {processes}"

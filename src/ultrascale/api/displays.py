@@ -1,5 +1,6 @@
-"""Displays of a result: a table in a notebook, a pandas DataFrame, a matplotlib figure. Neither package is needed until it is
-asked for."""
+"""Displays of a result: a table in a notebook, a pandas DataFrame, a matplotlib figure. Neither package is imported before it
+is needed.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +19,10 @@ INK, FIRST_COLOUR, SECOND_COLOUR = "#22272e", "#3b6fb6", "#d1603d"
 
 
 class Rows:
-    """A result that is a table: for a notebook, and for pandas."""
+    """A result with rows, shown as a table in a notebook and by pandas."""
 
     def rows(self) -> list[TableRow]:
-        """The table."""
+        """Rows of the table."""
         raise NotImplementedError
 
     def to_frame(self) -> Any:
@@ -33,7 +34,7 @@ class Rows:
 
 
 def frame(rows: Sequence[TableRow]) -> Any:
-    """A pandas DataFrame. Raises NotInstalledError without pandas."""
+    """A pandas DataFrame of the rows. Raises NotInstalledError without pandas."""
     try:
         import pandas  # type: ignore[import-not-found]
     except ModuleNotFoundError:
@@ -43,7 +44,7 @@ def frame(rows: Sequence[TableRow]) -> Any:
 
 
 def html(title: str, rows: Sequence[TableRow]) -> str:
-    """A table for a notebook; of long ones the first rows."""
+    """An HTML table for a notebook, at most `MOST_ROWS` rows."""
     columns = list(rows[0]) if rows else []
     head = "".join(f"<th style='text-align:left'>{escape(str(name))}</th>" for name in columns)
     body = "".join(
@@ -62,7 +63,7 @@ def figure(title: str, *, width: float = 8.0, height: float = 4.2) -> Any:
         raise NotInstalledError(lacks("plot()", "matplotlib")) from None
 
     class NotebookFigure(Figure):
-        """Shown by a notebook as it is, without pyplot."""
+        """A figure that a notebook displays without pyplot."""
 
         def _repr_png_(self) -> bytes:
             picture = BytesIO()
@@ -75,7 +76,8 @@ def figure(title: str, *, width: float = 8.0, height: float = 4.2) -> Any:
 
 
 def bars(title: str, values: Sequence[tuple[str, float]], *, label: str = "b / a", linear_to: float | None = None) -> Any:
-    """A bar for each name, the first on top; where values above `linear_to` are of many sizes, logarithmic from there."""
+    """A bar chart, one bar per name, the first on top; if values above `linear_to` differ by orders of magnitude, the axis is
+    logarithmic from there."""
     drawing = figure(title, height=1.2 + 0.28 * len(values))
     axes = drawing.add_subplot()
     _bars(axes, [name for name, _ in values], [value for _, value in values], label, FIRST_COLOUR)
@@ -85,7 +87,7 @@ def bars(title: str, values: Sequence[tuple[str, float]], *, label: str = "b / a
 
 
 def shares(title: str, rows: Sequence[TableRow]) -> Any:
-    """Memory in GiB and the step in milliseconds, a panel each, by part."""
+    """Two panels by part: memory in GiB, and step time in milliseconds."""
     panels = [("memory", 2**30, "GiB", FIRST_COLOUR), ("step", 1e-3, "ms", SECOND_COLOUR)]
     shown = [(kind, scale, unit, colour) for kind, scale, unit, colour in panels if any(row["of"] == kind for row in rows)]
     drawing = figure(title, width=5.0 * len(shown) + 1)
@@ -99,7 +101,7 @@ def shares(title: str, rows: Sequence[TableRow]) -> Any:
 
 
 def scatter(title: str, rows: Sequence[TableRow], across: str, up: str) -> Any:
-    """A point for each row: bytes in GiB across, seconds up."""
+    """A scatter plot, one point per row: bytes in GiB on x, seconds on y."""
     drawing = figure(title)
     axes = drawing.add_subplot()
     axes.scatter([row[across] / 2**30 for row in rows], [row[up] for row in rows], color=FIRST_COLOUR, s=18)

@@ -14,7 +14,7 @@ EXTRA_OF = {
 
 
 class NotInstalledError(ImportError):
-    """A package that only this needs is not installed; the text says which, and how to get it."""
+    """A package of an optional extra is not installed; the message names it and how to install it."""
 
     def __init__(self, lacks: Problem):
         super().__init__(f"{lacks.key} {lacks.rule}: {lacks.remedy}")
@@ -22,20 +22,20 @@ class NotInstalledError(ImportError):
 
 
 def lacks(who: str, package: str, *, remedy: str = "") -> Problem:
-    """The problem that `who` needs a package that is not installed."""
+    """Problem: `who` needs a package that is not installed."""
     remedy = remedy or f"pip install 'ultrascale[{EXTRA_OF[package]}]'"
     return Problem(who, f"needs {package}, which is not installed", remedy)
 
 
 def lacked(error: ModuleNotFoundError, verb: str) -> NotInstalledError | None:
-    """The error that names the extra which `verb` lacks; None if the module is none of an extra's."""
+    """The error that names the extra which `verb` needs; None if the module belongs to no extra."""
     package = (error.name or "").split(".")[0]
     return NotInstalledError(lacks(f"`ultrascale {verb}`", package)) if package in EXTRA_OF else None
 
 
 @contextmanager
 def naming_extras(verb: str) -> Iterator[None]:
-    """While inside, a missing package of an extra is a NotInstalledError."""
+    """Context manager that turns a missing package of an extra into a NotInstalledError."""
     try:
         yield
     except ModuleNotFoundError as error:

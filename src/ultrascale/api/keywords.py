@@ -23,32 +23,32 @@ from ultrascale.description.problems import Problem, SpecError
 
 T = TypeVar("T")
 COMMAND_LINE_ONLY = ("json", "brief", "compare")
-"""Flags that only say how to print."""
+"""Flags that only change how results are printed."""
 MIN_SIMILARITY = 0.7
-"""Similarity from which on one name may be a misspelling of the other."""
+"""Similarity from which one name may be a misspelling of the other."""
 
 
 @dataclass(frozen=True)
 class VerbRequest(Generic[T]):
-    """A request to a verb."""
+    """A request to a verb: its options, and settings of the run."""
 
     options: T
     settings: tuple[str, ...] = ()
     """Settings of the run, as words: `--layout.dp 2`."""
     stack: tuple[tuple[str, str], ...] = ()
-    """Changed settings of the stack."""
+    """Changed settings of the framework."""
     words: tuple[str, ...] = ()
-    """Words that would be typed after the verb for the same request."""
+    """Equivalent command line: the words after the verb."""
 
 
 def read_keywords(
     kind: type[T], verb: str, keywords: Mapping[str, Any], *, positional: tuple[str, ...] = (),
     short: Mapping[str, str] = MappingProxyType({}), run_settings: bool = True,
 ) -> VerbRequest[T]:  # fmt: skip
-    """`keywords` as options of `kind` and settings beside them; None is not given. `positional`: options that have no flag;
-    `short`: settings by other names, which are read where `kind` has no such option; `run_settings`: a run has settings too.
+    """Read `keywords` as options of `kind` and further settings; None counts as not given. `positional`: options without a
+    flag; `short`: settings by other names, read where `kind` has no such option; `run_settings`: settings of a run are allowed.
 
-    Raises SpecError with everything that is wrong.
+    Raises SpecError with every invalid keyword.
     """
     problems: list[Problem] = []
     hints = {name: hint for name, hint in get_type_hints(kind).items() if name not in COMMAND_LINE_ONLY}
@@ -74,7 +74,7 @@ def read_keywords(
 
 
 def as_kind(value: Any, kind: Any, key: str, problems: list[Problem]) -> Any:
-    """`value` as the type of an option; what is written as text on the command line may come as what it stands for."""
+    """`value` converted to the type of an option; what the command line takes as text may also be given as a Python value."""
     inner = [member for member in get_args(kind) if member is not NoneType]
     plain = inner[0] if len(inner) == 1 and NoneType in get_args(kind) else kind
     at = ValueContext(key, "", isinstance(value, str), problems)
@@ -105,7 +105,7 @@ def _as_dataclass(value: Any, kind: Any, key: str, problems: list[Problem]) -> A
 
 
 def _settings(key: str, value: Any) -> Iterator[tuple[str, str]]:
-    """Dotted keys and texts of a setting; of a section, of each in it."""
+    """Dotted keys and texts of a setting, or of every setting in a section."""
     if isinstance(value, Mapping) and (key in sections() or key == "stack"):
         for name, nested in value.items():
             yield from _settings(f"{key}.{name}", nested)
@@ -124,15 +124,15 @@ def _text(value: Any) -> str:
 
 
 def _toml(value: Any) -> str:
-    """An item of a list of tables, such as a source of data, as TOML writes it in one line."""
+    """An item of a list of tables, such as a source of data, as one line of TOML."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key} = {_toml(entry)}" for key, entry in value.items()) + "}"
     return dumps(fspath(value) if isinstance(value, PathLike) else value)
 
 
 def unknown_flag(flag: str, known: list[str], verb: str, *, settings: bool) -> Problem:
-    """The problem of a flag that is none, with the one that was probably meant: `--seqlen`, `--gpu`, `--dp`. `settings`: the
-    verb takes those of a run too."""
+    """Problem of an unknown flag, with the flag that was probably meant: `--seqlen`, `--gpu`, `--dp`. `settings`: the verb also
+    takes settings of a run."""
     letters = {name.replace("-", ""): name for name in [*known, *(map(_flag, (*leaves(), *STAND_INS)) if settings else ())]}
     word = flag.lower().replace("-", "").replace("_", "")
     closest = get_close_matches(word, letters, n=1, cutoff=MIN_SIMILARITY)
@@ -151,7 +151,7 @@ def _flag(name: str) -> str:
 
 
 def _words(options: Any, keywords: Mapping[str, Any], positional: tuple[str, ...]) -> list[str]:
-    """The words that say what was given, positional ones first."""
+    """Command-line words for the given options, positional ones first."""
     words: list[str] = []
     for name in positional:
         value = getattr(options, name)

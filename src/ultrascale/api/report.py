@@ -1,4 +1,4 @@
-"""`ultrascale report` as a function: summary and pictures of a run's folder."""
+"""`ultrascale report` as a function: summary and plots of a run's folder."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ReportOptions:
-    """Draw a run's loss, speed, memory and noise scale into FOLDER/plots, and sum it up.
+    """Plot a run's loss, speed, memory and noise scale to FOLDER/plots, and print a summary.
 
     For example:
 
@@ -31,16 +31,16 @@ class ReportOptions:
     """
 
     folder: Path
-    """A run's folder."""
+    """Folder of a run."""
     html: Path | None = None
-    """Write what is found, drawn, into this one file, to look at in a browser or to mail."""
+    """Write the report with its charts to one self-contained HTML file."""
     json: bool = False
     """Print one JSON object."""
 
 
 @dataclass(frozen=True, repr=False)
 class Report:
-    """A run's numbers and pictures."""
+    """Metrics and plots of a run."""
 
     folder: Path
     summary: Summary
@@ -52,17 +52,17 @@ class Report:
         return stamped("report", numbers | {"pictures": list(map(str, self.pictures))})
 
     def metrics(self) -> list[TableRow]:
-        """The rows of metrics.jsonl, one a logged step."""
+        """Rows of metrics.jsonl, one per logged step."""
         from ultrascale.measure.plots import read_metrics
 
         return read_metrics(self.folder / "metrics.jsonl")
 
     def to_frame(self) -> Any:
-        """`metrics` as a pandas DataFrame."""
+        """`metrics` as a pandas DataFrame. Raises NotInstalledError without pandas."""
         return frame(self.metrics())
 
     def plot(self) -> Any:
-        """The loss by step, as in `plots/loss.png`, as a matplotlib figure."""
+        """A matplotlib figure: loss by step, as in `plots/loss.png`. Raises NotInstalledError without matplotlib."""
         from ultrascale.api.displays import figure
         from ultrascale.measure.plots import draw_loss
         from ultrascale.measure.run_marks import marks_of
@@ -75,7 +75,7 @@ class Report:
         return drawing
 
     def lines(self) -> list[tuple[str, str]]:
-        """Names and values, in words, of what is known."""
+        """Names and values, as text, of all known quantities."""
         return list(_lines(self.summary))
 
     def __repr__(self) -> str:
@@ -91,9 +91,9 @@ class Report:
 
 
 def report(folder: str | PathLike[str], **settings: Any) -> Report:
-    """A run's folder summed up, its pictures drawn into FOLDER/plots: `report("out/first")`.
+    """Summarize a run's folder, and draw its plots into FOLDER/plots: `report("out/first")`.
 
-    Needs matplotlib. Raises SpecError.
+    Needs matplotlib. Raises SpecError if the folder is not a run's.
     """
     request = read_keywords(ReportOptions, "report", {"folder": folder, **settings}, positional=("folder",), run_settings=False)
     with naming_extras("report"):
@@ -101,7 +101,7 @@ def report(folder: str | PathLike[str], **settings: Any) -> Report:
 
 
 def answer(options: ReportOptions) -> Report:
-    """The report that is asked for."""
+    """Make the requested report."""
     from ultrascale.measure.plots import plot_run_folder
     from ultrascale.measure.run_marks import marks_of
     from ultrascale.measure.summary import summarise
@@ -116,7 +116,7 @@ def answer(options: ReportOptions) -> Report:
 
 
 def _lines(summary: Summary) -> Iterator[tuple[str, str]]:
-    """Names and values, of what is known."""
+    """Names and values of all known quantities."""
     tokens = "" if summary.tokens is None else f", {format_count(summary.tokens)} tokens"
     yield "steps", f"{summary.steps:,}{tokens}"
     if summary.first_loss is not None:

@@ -27,36 +27,36 @@ if TYPE_CHECKING:
     from ultrascale.plan.pipeline.play import Program, Timeline
 
 MOST_RANKS = 512
-"""Most ranks: four times as many as in any published pipeline."""
+"""Largest number of ranks: four times as many as in any published pipeline."""
 MOST_COST = 1e12
-"""More, and a step has no end that a number could hold."""
+"""Largest cost: above it, the end of a step exceeds any number."""
 MOST_PASSES = 100_000
-"""Forward passes of a step over all stages: what is played and drawn in seconds."""
+"""Most forward passes of a step over all stages that are simulated and drawn in seconds."""
 MOST_EXECUTED_RANKS, MOST_EXECUTED_PASSES = 16, 2_000
-"""Processes that a machine is asked to start, and forward passes of a step, of which four are run: a minute on two cores."""
+"""Most processes to start on a machine, and most forward passes of a step, of which four steps run: a minute on two cores."""
 COLOURS = {"F": "#3b6fb6", "W": "#4f9d69"}
-"""Colours of forward passes, and of gradients of weights alone; all others are backward passes."""
+"""Colours of forward passes and of weight-gradient passes; all others are backward passes."""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds, or any unit of time, of one micro-batch through all the stages of a rank."""
+    """Costs in seconds, or any unit of time, of one micro-batch through all the stages of a rank."""
 
     forward: float = 1.0
-    """Seconds of its forward pass."""
+    """Time of the forward pass."""
     input_gradient: float = 1.0
-    """The gradients of its activations."""
+    """Time of the gradients of activations (B)."""
     weight_gradient: float = 1.0
-    """The gradients of its weights."""
+    """Time of the gradients of weights (W)."""
     communication: float = 0.0
-    """Communication in each of forward and input_gradient: what an overlapped pair (DualPipe) can hide."""
+    """Communication within each forward and input-gradient pass: what an overlapped pair (DualPipe) can hide."""
     send: float = 0.0
-    """One message between ranks."""
+    """Time of one message between ranks."""
 
 
 @dataclass(frozen=True)
 class ScheduleOptions:
-    """Play a pipeline schedule and draw it: when each rank does what, how long it waits, what it keeps.
+    """Simulate a pipeline schedule and draw it: when each rank computes, how long it waits, what it keeps in memory.
 
     For example:
 
@@ -64,49 +64,49 @@ class ScheduleOptions:
 
         ultrascale show schedule interleaved --pp 4 --micro-batches 8 --virtual-stages 2 --svg interleaved.svg
 
-    All of them on one table:
+    All schedules in one table:
 
         ultrascale show schedules --pp 8 --micro-batches 32
     """
 
     name: str = ""
-    """One of those that `ultrascale show schedules` compares, such as 1f1b or gpipe, or a CSV or JSON file of actions."""
+    """Schedule that `ultrascale show schedules` lists, such as 1f1b or gpipe, or a CSV or JSON file of actions."""
     pp: int | None = None
-    """Ranks of the pipeline. Default: 4, or what the file says."""
+    """Pipeline ranks. Default: 4, or as in the file."""
     micro_batches: int | None = None
-    """Micro-batches of a step. Default: 8, or what the file says."""
+    """Micro-batches per step. Default: 8, or as in the file."""
     virtual_stages: int | None = None
-    """Stages a rank, for schedules that take any number, such as interleaved; 2 if not given."""
+    """Virtual pipeline stages per rank, for schedules that allow any number, such as interleaved. Default: 2."""
     model: str | None = None
-    """Model, as `ultrascale plan` takes it: the pipeline of the best layout of this model, --pp and NAME as given..."""
+    """Model, as for `ultrascale plan`: the pipeline of the best layout of this model, --pp and NAME as given..."""
     gpus: str | None = None
-    """... on these machines, such as 64xh100. Axes are kept as `plan` keeps them: --tp 8 --zero-stage 3."""
+    """... on these machines, such as 64xh100. Give degrees as for `plan`: --tp 8 --zero-stage 3."""
     seq_len: int | None = None
-    """Tokens of a sequence, such as 8192 or 128k; with --model."""
+    """Sequence length in tokens, such as 8192 or 128k; with --model."""
     tokens_per_batch: str | None = None
-    """Tokens of a step, such as 4M; with --model."""
+    """Global batch in tokens, such as 4M; with --model."""
     cost: Costs = Costs()
     svg: Path | None = None
-    """Also write a picture."""
+    """Also draw the step to this SVG file."""
     perfetto: Path | None = None
     """Also write a trace for ui.perfetto.dev."""
     csv: Path | None = None
-    """Also write the actions as the file that `--layout.schedule FILE` reads, to be changed."""
+    """Also write the actions to a file that `--layout.schedule FILE` reads, for editing."""
     executed: bool = False
-    """Also run it on this machine's CPU, with a small model, and show that below what is planned."""
+    """Also run it on this machine's CPU with a small model, and show that below the simulation."""
     pipeline_runtime: PipelineRuntime = "ultrascale"
-    """Runtime whose loop --executed runs it with, as `layout.pipeline_runtime`."""
+    """Runtime that runs the schedule with --executed, as `layout.pipeline_runtime`."""
     json: bool = False
     """Print one JSON object."""
 
 
 @dataclass(frozen=True, repr=False)
 class Schedule(Rows):
-    """A step of a pipeline as it was played."""
+    """One simulated step of a pipeline."""
 
     name: str
     program: Program
-    """Program that was played."""
+    """Simulated program of actions."""
     timeline: Timeline
     """Start and end of each action."""
 
@@ -117,7 +117,7 @@ class Schedule(Rows):
 
     @property
     def num_micro_batches(self) -> int:
-        """Micro-batches of a step."""
+        """Micro-batches per step."""
         return self.program.num_micro_batches
 
     @property
@@ -131,18 +131,19 @@ class Schedule(Rows):
         return stamped("schedule", about | self.timeline.to_json())
 
     def rows(self) -> list[TableRow]:
-        """A row for each rank: what it computes and waits, and how many micro-batches' activations it keeps."""
+        """One row per rank: time computing and waiting, and how many micro-batches' activations it keeps."""
         ranks = self.timeline.to_json(actions=False)["ranks"]
         return [{**row, "bubble_fraction": row["bubble_seconds"] / self.timeline.step_seconds} for row in ranks]
 
     def to_svg(self) -> str:
-        """The step drawn, as `--svg` writes it."""
+        """SVG of the step, as `--svg` writes it."""
         from ultrascale.plan.view.draw_schedule import draw_svg
 
         return draw_svg(self.timeline, title=self.title, unit="units of time")
 
     def plot(self) -> Any:
-        """The step as a matplotlib figure, a line for each rank: forward blue, backward orange, gradients of weights green."""
+        """A matplotlib figure, one line per rank: forward blue, backward orange, gradients of weights green. Raises
+        NotInstalledError without matplotlib."""
         drawing = figure(repr(self), height=1.5 + 0.4 * self.num_ranks)
         axes = drawing.add_subplot()
         for rank, row in enumerate(self.timeline.schedule):
@@ -164,23 +165,24 @@ class Schedule(Rows):
 
 @dataclass(frozen=True, repr=False)
 class Schedules(Rows):
-    """All schedules, played with the same costs."""
+    """All schedules, simulated with the same costs."""
 
     schedules: tuple[Schedule, ...]
     num_ranks: int
     num_micro_batches: int
 
     def to_dict(self) -> dict[str, Any]:
-        """The output of `ultrascale show schedules --json`: each by its name."""
+        """The output of `ultrascale show schedules --json`: results by name of the schedule."""
         return {schedule.name: stamped("schedules", schedule.timeline.to_json(actions=False)) for schedule in self.schedules}
 
     def rows(self) -> list[TableRow]:
-        """A row for each schedule. Activations: the most at once on the rank that keeps most, in micro-batches of all its
-        stages. Messages: sent a micro-batch, the mean of the ranks."""
+        """One row per schedule. Activations: peak on the rank with the highest peak, in micro-batches of all its stages.
+        Messages: sent per micro-batch, mean over ranks."""
         return [_compared(schedule) for schedule in self.schedules]
 
     def plot(self) -> Any:
-        """The share of a step that ranks wait, a bar for each schedule, as a matplotlib figure."""
+        """A matplotlib figure: the bubble as a share of the step, one bar per schedule. Raises NotInstalledError without
+        matplotlib."""
         return bars(
             repr(self),
             [(schedule.name, 100 * schedule.timeline.bubble_fraction) for schedule in self.schedules],
@@ -202,7 +204,7 @@ class Schedules(Rows):
 
 @dataclass(frozen=True, repr=False)
 class ExecutedSchedule(Rows):
-    """A step of a small model on this machine's processes, below the step as it was planned."""
+    """One step of a small model on this machine's processes, compared with the simulated step."""
 
     name: str
     pair: PlannedAndExecuted
@@ -213,7 +215,7 @@ class ExecutedSchedule(Rows):
         return stamped("schedule-executed", {"schedule": self.name} | timelines)
 
     def rows(self) -> list[TableRow]:
-        """A row for each rank: the share of the step that it waits, as planned and as executed."""
+        """One row per rank: the share of the step that it waits, as planned and as executed."""
         waits = {
             key: [b / timeline.step_seconds for b in timeline.bubble_seconds] for key, timeline in self.pair._asdict().items()
         }
@@ -221,13 +223,13 @@ class ExecutedSchedule(Rows):
         return [{"rank": rank, "waits_planned": a, "waits_executed": b} for rank, (a, b) in enumerate(pairs)]
 
     def to_svg(self) -> str:
-        """Both drawn, one below the other."""
+        """SVG of both steps, one below the other."""
         from ultrascale.plan.view.draw_schedule import svg_beside
 
         return svg_beside({f"{self.name}, {key}": timeline for key, timeline in self.pair._asdict().items()})
 
     def plot(self) -> Any:
-        """A matplotlib figure of what each rank waits, planned and executed. Raises NotInstalledError without matplotlib."""
+        """A matplotlib figure of each rank's waiting, planned and executed. Raises NotInstalledError without matplotlib."""
         pairs = [(f"rank {row['rank']}, {key}", row[f"waits_{key}"]) for row in self.rows() for key in self.pair._fields]
         return bars(repr(self), pairs, label="share of the step")
 
@@ -241,12 +243,12 @@ class ExecutedSchedule(Rows):
 
 
 def schedule(name: str | PathLike[str] | None = None, **settings: Any) -> Schedule | Schedules | ExecutedSchedule:
-    """A pipeline schedule played, `schedule("1f1b", pp=4, micro_batches=8)`; without a name all of them.
+    """Simulate a pipeline schedule, `schedule("1f1b", pp=4, micro_batches=8)`; without a name, all of them.
 
-    `settings` are the flags of `ultrascale show schedule`; `cost` is a mapping such as {"forward": 2}. With `executed=True` a
-    small model runs it on this machine, which needs torch.
+    `settings` are the flags of `ultrascale show schedule` by name; `cost` is a mapping such as {"forward": 2}, in any unit of
+    time. With `executed=True` a small model runs it on this machine, which needs torch.
 
-    Raises SpecError for an unknown schedule, or numbers that do not suit it.
+    Raises SpecError for an unknown schedule, or for numbers that do not suit it.
     """
     request = read_keywords(ScheduleOptions, "show schedule", {"name": name, **settings}, positional=("name",), short=SHORT)
     with naming_extras("show schedule"):
@@ -255,7 +257,7 @@ def schedule(name: str | PathLike[str] | None = None, **settings: Any) -> Schedu
 
 
 def answer(options: ScheduleOptions, settings: Sequence[str] = ()) -> Schedule | ExecutedSchedule:
-    """One schedule, with the files that were asked for written. `settings`: of the model's run."""
+    """Simulate one schedule, and write the requested files. `settings`: of the model's run."""
     sizes = {"pp": options.pp, "micro_batches": options.micro_batches}
     problems = [
         Problem(f"--{key.replace('_', '-')}", f"must be at least 1, is {value}", "Give a whole number from 1 on.")
@@ -279,7 +281,7 @@ def answer(options: ScheduleOptions, settings: Sequence[str] = ()) -> Schedule |
 
 
 def _with_planned_layout(options: ScheduleOptions, settings: Sequence[str]) -> ScheduleOptions:
-    """The schedule, ranks, stages and micro-batches of the best layout of the model and machines that are given, if they are;
+    """Options with the schedule, ranks, stages and micro-batches of the best layout of the given model and machines, if any;
     costs stay those of `cost`."""
     described = ModelAndMachines(options.model, options.gpus, options.seq_len, options.tokens_per_batch)
     if not described.is_given:
@@ -315,7 +317,8 @@ def _key(word: str) -> str:
 
 
 def play_all(options: ScheduleOptions, settings: Sequence[str] = ()) -> Schedules:
-    """Every schedule that such a pipeline can have. Raises SpecError for a name, settings of a run, or a file to write."""
+    """Simulate every schedule that such a pipeline can have. Raises SpecError for a name, settings of a run, or a file to
+    write."""
     from ultrascale.plan.pipeline.play import program_of
 
     _expect_no_settings(settings)
@@ -337,7 +340,7 @@ def play_all(options: ScheduleOptions, settings: Sequence[str] = ()) -> Schedule
 
 
 def _executed(options: ScheduleOptions, program: Program) -> ExecutedSchedule:
-    """The schedule executed by its runtime. Raises SpecError if it is too large for one machine, or not trainable."""
+    """Run the schedule with its runtime. Raises SpecError if it is too large for one machine, or not trainable."""
     _expect_measured(options)
     ranks, problems = len(program.schedule), []
     passes = program.num_stages * program.num_micro_batches
@@ -355,7 +358,7 @@ def _executed(options: ScheduleOptions, program: Program) -> ExecutedSchedule:
 
 
 def _expect_measured(options: ScheduleOptions) -> None:
-    """Raise SpecError for options without effect on measured costs."""
+    """Raises SpecError for options that have no effect on measured costs."""
     problems = []
     if options.cost != Costs():
         problems.append(Problem("cost", "is measured with --executed", "Leave out one of the two."))
@@ -368,7 +371,7 @@ def _expect_measured(options: ScheduleOptions) -> None:
 
 
 def _program(options: ScheduleOptions) -> Program:
-    """The requested schedule; a file has its own number of ranks and micro-batches."""
+    """The requested schedule; a file sets its own number of ranks and micro-batches."""
     from ultrascale.plan.pipeline.play import compile_schedule, program_of
     from ultrascale.schedules.build import is_file
     from ultrascale.schedules.kinds.custom import read_schedule
@@ -395,7 +398,7 @@ def _check_options(options: ScheduleOptions) -> None:
 
 
 def _check_size(ranks: int, passes: int, *, remedy: str) -> None:
-    """Raise SpecError for a size that would take minutes to simulate and thousands of lines to print."""
+    """Raises SpecError for a size that would take minutes to simulate and thousands of lines to print."""
     problems = []
     if ranks > MOST_RANKS:
         problems.append(Problem("pp", f"{ranks:,} ranks are more than the {MOST_RANKS} that are drawn", "Take fewer."))

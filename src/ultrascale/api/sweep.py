@@ -1,4 +1,4 @@
-"""`ultrascale sweep` as a function: many layouts of a run, each measured here and compared with the plan."""
+"""`ultrascale sweep` as a function: measures many layouts of a run here, and compares each with the plan."""
 
 from __future__ import annotations
 
@@ -36,53 +36,53 @@ STORE_PATIENCE_SECONDS = 20.0
 
 @dataclass(frozen=True)
 class SweepOptions:
-    """Measure every combination of settings that are given several values, and say how far off the plan was.
+    """Measure every combination of settings that have several values, and report the error of the plan.
 
-    Any setting can have several values, with commas between:
+    Any setting can have several values, separated by commas:
 
         ultrascale sweep run.toml --layout.zero-stage 0,1,2,3 --layout.micro-batch-size 1,2
         ultrascale sweep run.toml --processes 4 --layout.tp 1,2,4 --layout.pp 1,2
 
-    Each cell is a process of its own that does what `ultrascale measure speed` does: one that fails takes no other with it.
-    What is measured stays measured: the same command goes on, and one with more values measures those.
+    Each cell runs in a process of its own, as `ultrascale measure speed` does; a cell that fails does not end the others.
+    Measurements are kept: the same command resumes the sweep, and with more values measures only the new cells.
     """
 
     run: str
-    """The run's TOML file."""
+    """TOML file of the run."""
     steps: int = TIMED
     """Timed steps in each cell."""
     warm: int = WARM
-    """Warm-up steps before them."""
+    """Warm-up steps before the timed ones."""
     processes: int | None = None
-    """Processes of each cell; dp = processes / (tp x cp x pp) shares the batch (layout.dp)."""
+    """Processes per cell; dp = processes / (tp x cp x pp) (layout.dp)."""
     minutes: float = 10.0
-    """A cell that takes longer is ended."""
+    """Time limit of a cell in minutes; a longer one is ended."""
     out: Path | None = None
-    """Folder for cells, table and pictures. Default: `sweeps/NAME` in the folder of the runs."""
+    """Folder for cells, table and pictures. Default: `sweeps/NAME` in the folder of runs."""
     store: str | None = None
-    """Bucket or folder that also keeps each result, and has those of other machines, such as s3://BUCKET/sweeps/NAME."""
+    """Bucket or folder that shares results with other machines, such as s3://BUCKET/sweeps/NAME."""
     list: bool = False
-    """Measure nothing: write each cell's run, and say what is known so far."""
+    """Measure nothing: write the run of each cell, and print the results so far."""
     again: bool = False
-    """Measure cells that failed once more."""
+    """Measure failed cells again."""
     top: int = 20
-    """Cells to list."""
+    """Number of cells to list."""
     html: Path | None = None
-    """Write what is found, drawn, into this one file, to look at in a browser or to mail."""
+    """Write the results with charts to one self-contained HTML file."""
     json: bool = False
-    """Print one JSON object; what is being measured goes to stderr."""
+    """Print one JSON object; progress goes to stderr."""
 
 
 @dataclass(frozen=True)
 class SweepGrid:
-    """A sweep before anything is measured."""
+    """A sweep before measurement."""
 
     folder: Path
     cells: tuple[SweepCell, ...]
     places: tuple[CellPlace, ...]
-    """Places of the cells that can run."""
+    """Locations of the cells that can run."""
     num_duplicates: int
-    """Cells left out: the same run as another."""
+    """Cells left out because their run equals another's."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -92,14 +92,14 @@ class Sweep(Rows):
     grid: SweepGrid
     axes: tuple[Axis, ...]
     measured: tuple[MeasuredCell, ...]
-    """The fastest first."""
+    """Measured cells, fastest first."""
     held: Held
-    """The plan held to them."""
+    """Comparison of the plan with the measurements."""
     pictures: tuple[Path, ...]
 
     @property
     def table(self) -> Path:
-        """The CSV file of what was measured, which `ultrascale validate` reads."""
+        """CSV file of the measurements, which `ultrascale validate` reads."""
         return self.grid.folder / "results.csv"
 
     def to_dict(self) -> dict[str, Any]:
@@ -120,13 +120,14 @@ class Sweep(Rows):
         return stamped("sweep", document)
 
     def rows(self) -> list[TableRow]:
-        """A row for each measured cell: its values, and time and memory, measured and planned."""
+        """One row per measured cell: its values, and time and memory, measured and planned."""
         names = ("step_seconds", "planned_step_seconds", "tokens_per_second_per_rank", "mfu", "measured_peak_bytes",
                  "planned_peak_bytes")  # fmt: skip
         return [{**cell.place.cell.values, **{name: getattr(cell, name) for name in names}} for cell in self.measured]
 
     def plot(self) -> Any:
-        """Measured against planned memory, a point for each cell, as a matplotlib figure."""
+        """A matplotlib figure: measured against planned memory, one point per cell. Raises NotInstalledError without
+        matplotlib."""
         drawing = figure(repr(self))
         axes = drawing.add_subplot()
         pairs = [(cell.planned_peak_bytes, cell.measured_peak_bytes) for cell in self.measured]
@@ -158,9 +159,12 @@ def _named(place: CellPlace) -> dict[str, Any]:
 
 
 def sweep(run: str | PathLike[str], **settings: Any) -> Sweep:
-    """Every combination of settings with several values measured here: `sweep("run.toml", layout={"zero_stage": [0, 1]})`.
+    """Measure every combination of settings with several values on this machine.
 
-    `settings` are the flags of `ultrascale sweep`, and settings of the run. Needs torch, and the run's data. Raises SpecError.
+    For example: `sweep("run.toml", layout={"zero_stage": [0, 1]})`.
+
+    `settings` are the flags of `ultrascale sweep` by name, and settings of the run. Needs torch and the run's data. Raises
+    SpecError if an argument or the run is invalid.
     """
     request = read_keywords(SweepOptions, "sweep", {"run": run, **settings}, positional=("run",))
     axes, fixed_settings = split_axes(request.settings)
@@ -176,7 +180,8 @@ def answer(
     started: Callable[[SweepGrid], None] = lambda grid: None,
     done: Callable[[CellPlace], None] = lambda place: None,
 ) -> Sweep:
-    """Measure what is not measured, and say what is known. `started` is told what is to be done, `done` of each cell."""
+    """Measure the cells without a result, and report all results. `started` is called with the sweep, `done` after each
+    cell."""
     _check(options)
     expect_writable(options.html)
     if (world := env_world_size(os.environ)) > 1:
@@ -239,14 +244,14 @@ def _measure(
             shared.send(place)
         done(place)
 
-    if all(place.result is None for place in places):  # else there is a report to make, beside which cells fail one by one
+    if all(place.result is None for place in places):  # else some cells have results to report, and the others fail one by one
         _expect_any_startable([place for place in places if place.failure is None])
     todo = places if shared is None else shared.fetched(places)
     measure_cells(todo, steps=options.steps, warm=options.warm, limit_seconds=60 * options.minutes, done=both)
 
 
 def _expect_any_startable(places: Sequence[CellPlace]) -> None:
-    """Raise what is wrong with the device or the data of the first cell if every cell would fail at its start."""
+    """Raises the error of the first cell's device or data if every cell would fail at its start."""
     wrong: list[SpecError | DataError] = []
     for place in places:
         try:
@@ -263,7 +268,7 @@ def _default_folder(grid_cells: Sequence[SweepCell]) -> Path:
 
 
 def _prepare(folder: Path, places: Sequence[CellPlace], *, again: bool) -> None:
-    """Write every cell's run to disk, for the processes that measure it."""
+    """Write the run of every cell to disk, for the processes that measure it."""
     if folder.exists() and not folder.is_dir():
         raise mistake("--out", f"{folder} is a file", "Name a folder, new or of an earlier sweep.")
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""`ultrascale trace` as a function: any rank of any cluster's job, on this machine, without a device."""
+"""`ultrascale trace` as a function: traces any rank of a job on any cluster, on this machine, without a device."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:  # imports torch
 
 ENDINGS = (".png", ".svg", ".json", ".pickle")
 STEPS = 2
-"""The second is like all that follow."""
+"""The second step is like all that follow."""
 BASE_BYTES = 0.5 * 2**30
 """Bytes of a process with torch loaded."""
 BYTES_PER_PASS = 120_000
@@ -45,7 +45,7 @@ UNCOMPILED = "blocks are traced uncompiled; compiled ones keep less between prod
 
 @dataclass(frozen=True)
 class TraceOptions:
-    """Run any rank of a job on this machine, with shapes in place of numbers: memory, messages and FLOPs, to the byte.
+    """Run any rank of a job on this machine, with shapes in place of numbers: memory, messages and FLOPs are exact.
 
         ultrascale trace run.toml --world 512 --rank 17
         ultrascale trace run.toml --cluster 64xh100 --layout.tp 8 --all-stages
@@ -53,44 +53,44 @@ class TraceOptions:
         ultrascale trace run.toml --out memory.png trace.json memory.pickle
 
     The trainer's own model, parallelism, optimizer and schedule run two steps, and make the choices that they would make on the
-    run's machines; no GPU, no network and none of the data is needed. Beside it stands what the planner says of the same rank.
-    Any setting can follow as a dotted flag. Exit code 0: done; 1: with --explain-oom, the rank does not fit its device.
+    run's machines; no GPU, network or data is needed. The planner's prediction for the same rank is printed beside it. Any
+    setting can follow as a dotted flag. Exit code 0: done; 1: with --explain-oom, the rank does not fit its device.
     """
 
     run: str | None = None
-    """The run's TOML file, or the folder of a run; or give a model and machines."""
+    """TOML file of the run, or the folder of a run; or give a model and machines."""
     model: str | None = None
-    """Model in place of a file, as `ultrascale plan` takes it: the best layout of this model..."""
+    """Model in place of a file, as for `ultrascale plan`: traces the best layout of this model..."""
     gpus: str | None = None
-    """... on these machines, such as 64xh100. Axes are kept as `plan` keeps them: --tp 8 --zero-stage 3."""
+    """... on these machines, such as 64xh100. Give degrees as for `plan`: --tp 8 --zero-stage 3."""
     seq_len: int | None = None
-    """Tokens of a sequence, such as 8192 or 128k; with --model."""
+    """Sequence length in tokens, such as 8192 or 128k; with --model."""
     tokens_per_batch: str | None = None
-    """Tokens of a step, such as 4M; with --model."""
+    """Global batch in tokens, such as 4M; with --model."""
     world: int | None = None
-    """Ranks of the job. What tp, cp and pp leave of them shares the batch (layout.dp). Default: the run's own."""
+    """Ranks of the job; dp = world / (tp x cp x pp) (layout.dp). Default: the run's own."""
     rank: int | None = None
-    """The rank to be. Default: 0."""
+    """Rank to trace. Default: 0."""
     all_stages: bool = False
-    """The first rank of every pipeline stage, a line each."""
+    """Trace the first rank of every pipeline stage, and print one line each."""
     steps: int = STEPS
     """Optimizer steps to run."""
     device: Literal["cpu", "cuda"] | None = None
-    """Device whose choices are made. Default: the run's cluster's, cuda for GPUs."""
+    """Device whose kernels and choices are traced. Default: that of the run's cluster, cuda for GPUs."""
     out: tuple[Path, ...] = ()
-    """Files to write, by their ending: memory by category as .png or .svg, a trace for ui.perfetto.dev as .json, a snapshot for
-    pytorch.org/memory_viz as .pickle."""
+    """Files to write; the extension selects the content: .png or .svg, memory by category; .json, a trace for ui.perfetto.dev;
+    .pickle, a snapshot for pytorch.org/memory_viz."""
     explain_oom: bool = False
-    """Say what takes most at the peak, and which changes of the layout would help."""
+    """Print what takes most memory at the peak, and which changes of the layout would help."""
     html: Path | None = None
-    """Write what is found, drawn, into this one file, to look at in a browser or to mail."""
+    """Write the trace with its charts to one self-contained HTML file."""
     json: bool = False
     """Print one JSON object."""
 
 
 @dataclass(frozen=True, repr=False)
 class Trace(Rows):
-    """Some steps of one rank, and what the planner says of it."""
+    """Steps of one rank, with the planner's prediction."""
 
     rank_trace: RankTrace
     comparison: Comparison
@@ -99,26 +99,26 @@ class Trace(Rows):
     reserved_bytes: int
     """Bytes reserved by torch's allocator at its peak."""
     step: int
-    """The one that is told of, counted from 0; `to_dict` and all that is printed count steps from 1."""
+    """Reported step, counted from 0; `to_dict` and all printed output count steps from 1."""
     parts: tuple[Part, ...]
-    """Largest parts at the peak."""
+    """Largest storages at the peak."""
     edits: tuple[Edit, ...]
-    """Changes of the layout that would help, if they were asked for."""
+    """Changes of the layout that would help, if requested."""
     options: TraceOptions
 
     @property
     def peak_bytes(self) -> int:
-        """Live at the peak."""
+        """Live bytes at the peak."""
         return self.rank_trace.peak_bytes(self.step)
 
     @property
     def fits(self) -> bool:
-        """True if the device holds what the allocator reserves."""
+        """True if the device can hold what the allocator reserves."""
         return self.reserved_bytes <= self.cluster.accelerator.memory_bytes.value
 
     @property
     def tiers(self) -> dict[str, str]:
-        """Tier of each group's size and stride, over which its messages go: `node` or `network`."""
+        """Tier that carries the messages of a group, by the group's size and stride: `node` or `network`."""
         from ultrascale.trace.groups import crosses_nodes
 
         per_node, rank = self.cluster.node.num_accelerators, self.rank_trace.rank
@@ -150,7 +150,7 @@ class Trace(Rows):
         })  # fmt: skip
 
     def rows(self) -> list[TableRow]:
-        """Memory by category and FLOPs by operation, traced and planned, and how far they are apart in percent."""
+        """Memory by category and FLOPs by operation, traced and planned, with the difference in percent."""
         compared = (("memory", "bytes", self.comparison.memory), ("work", "flops", self.comparison.flops))
         return [
             {"of": of, "name": row.name, "unit": unit, "traced": row.traced, "planned": row.planned, "percent": row.percent}
@@ -159,7 +159,8 @@ class Trace(Rows):
         ]
 
     def plot(self) -> Any:
-        """Live bytes by category, operation after operation, as a matplotlib figure."""
+        """A matplotlib figure: live bytes by category, operation after operation. Raises NotInstalledError without
+        matplotlib."""
         from ultrascale.trace.views.files import points
 
         timeline = points(self.rank_trace)
@@ -191,20 +192,20 @@ class Trace(Rows):
 
 @dataclass(frozen=True, repr=False)
 class StageTraces(Rows):
-    """The peak of the first rank of every pipeline stage."""
+    """Peak memory of the first rank of every pipeline stage."""
 
     peaks: tuple[StagePeak, ...]
 
     def to_dict(self) -> list[dict[str, Any]]:
-        """The output of `ultrascale trace --all-stages --json`: an object for each stage."""
+        """The output of `ultrascale trace --all-stages --json`: one object per stage."""
         return [stamped("trace-stages", row) for row in self.rows()]
 
     def rows(self) -> list[TableRow]:
-        """A row for each stage."""
+        """One row per stage."""
         return [peak._asdict() | {"percent": peak.percent} for peak in self.peaks]
 
     def plot(self) -> Any:
-        """A bar for each stage, as a matplotlib figure."""
+        """A matplotlib figure: one bar per stage. Raises NotInstalledError without matplotlib."""
         return bars(repr(self), [(f"stage {peak.pp}", peak.traced_bytes / 2**20) for peak in self.peaks], label="live, MiB")
 
     def __repr__(self) -> str:
@@ -214,9 +215,10 @@ class StageTraces(Rows):
 
 
 def trace(run: str | PathLike[str] | None = None, **settings: Any) -> Trace | StageTraces:
-    """Any rank of a run's job, run here with shapes in place of numbers: `trace("run.toml", world=512, rank=17)`.
+    """Run any rank of a job on this machine with shapes in place of numbers: `trace("run.toml", world=512, rank=17)`.
 
-    `settings` are the flags of `ultrascale trace`, and settings of the run, `layout={"tp": 8}`. Needs torch. Raises SpecError.
+    Returns live bytes, messages and FLOPs of the rank. `settings` are the flags of `ultrascale trace` by name, and settings of
+    the run, `layout={"tp": 8}`. Needs torch. Raises SpecError if an argument or the run is invalid.
     """
     request = read_keywords(TraceOptions, "trace", {"run": run, **settings}, positional=("run",), short=SHORT)
     with naming_extras("trace"):
@@ -224,7 +226,7 @@ def trace(run: str | PathLike[str] | None = None, **settings: Any) -> Trace | St
 
 
 def answer(request: VerbRequest[TraceOptions], *, report: Callable[[str], None] = lambda note: None) -> Trace | StageTraces:
-    """The trace that is asked for, with the files that were asked for written. `report` is told what to know beforehand."""
+    """Make the requested trace, and write the requested files. `report` is called with notes beforehand."""
     options = request.options
     run = _described(options, request.settings)
     _expect_possible(options, run)
@@ -283,7 +285,7 @@ def _rank_result(options: TraceOptions, run: Run, cluster: Cluster, rank_trace: 
 
 
 def _expect_possible(options: TraceOptions, run: Run) -> None:
-    """Raises SpecError with every mistake of the command."""
+    """Raises SpecError with every mistake in the command."""
     world, problems = run.layout.world_size, []
     if options.rank is not None and not 0 <= options.rank < world:
         rule = f"must be from 0 to {world - 1}, the ranks of the job, is {options.rank}"
@@ -313,7 +315,7 @@ def _expect_memory(run: Run, steps: int, *, at_once: int = 1) -> None:
 
 
 def needed_bytes(run: Run, steps: int) -> float:
-    """Approximate bytes that recording a trace takes here: they grow with the traced passes."""
+    """Approximate bytes that recording a trace takes on this machine: proportional to the traced passes."""
     layout, count = run.layout, num_micro_batches(run.layout, run.batch.sequences_per_batch)
     passes = min(count, 3) if layout.pp == 1 else count
     return BASE_BYTES + BYTES_PER_PASS * steps * passes * -(-run.model.num_hidden_layers // layout.pp)

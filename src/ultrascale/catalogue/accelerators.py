@@ -27,7 +27,7 @@ def _accelerator(name: str, entry: Entry) -> Accelerator:
 
 
 def _peaks(entry: Entry) -> dict[str, Sourced]:
-    """FLOPs per second by dtype, the widest first; fp16 is as fast as bf16."""
+    """Peak FLOPs per second by dtype, the widest first; fp16 is as fast as bf16."""
     table = Entry(f"{entry.where}.tflops", entry.get("tflops", dict))
     table.expect_only(*_DTYPES)
     source, date = entry.get("tflops_from", list)
@@ -38,6 +38,6 @@ def _peaks(entry: Entry) -> dict[str, Sourced]:
 _ENTRIES = dict(entries(_FILE, read_tables(_FILE), *_KEYS))
 ACCELERATORS = {name: _accelerator(name, entry) for name, entry in _ENTRIES.items()}
 USUAL_NODE: dict[str, str] = {name: entry.get("machine", str) for name, entry in _ENTRIES.items()}
-"""The node that a bare count of accelerators is put into."""
+"""Node type for a bare number of accelerators."""
 ALIASES = with_aliases(_ENTRIES)
-"""Other names, as people, clouds and tables write them."""
+"""Other names used by people, clouds and tables."""

@@ -1,6 +1,6 @@
-"""The machines that a run is planned for: accelerators, links, nodes and clusters, and the parser of their names.
+"""Machines that a run is planned for: accelerators, links, nodes and clusters, and the parser of their names.
 
-The numbers are in `catalogue.machines`, each with its source and date. Bandwidths count one direction.
+The numbers are in `catalogue.machines`, each with its source and date. Bandwidths are of one direction.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from ultrascale.catalogue.machine_names import normal_name, why_not
 from ultrascale.description.problems import Problem, SpecError, mistake
 
 _COUNTED = re.compile(r"(?:(\d+)\s*[xX*\u00d7]\s*)?(?:(.+\.(?i:toml))|([A-Za-z0-9][\w. -]*?)(?:\s*/\s*(\d{1,9}))?)", re.DOTALL)
-"""A count, then a file or a name, and after a name how many accelerators of each machine are used."""
+"""A count, then a file or a name; after a name, optionally the number of accelerators used of each machine."""
 _UNCROSSED = re.compile(r"(\d+)[ *-]?([a-z].*)")
 """A count and a name without the x between them."""
 _MISCOUNTED = re.compile(r"\d[\d.,_]*(e\+?\d+)?\s*x", re.IGNORECASE)
-"""A count that is none, before a name: 1e6xh100."""
+"""An invalid count before a name: 1e6xh100."""
 MOST = 1_000_000
-"""Most devices of a cluster. The search takes every divisor, and its tables grow with them."""
+"""Most devices of a cluster. The search tries every divisor, and its tables grow with their number."""
 MACHINE_OVER_ACCELERATORS = 1.8
 """Power of a whole machine over that of its accelerators: DGX H100 10.2 of 5.6 kW, DGX B200 14.3 of 8.0 (datasheets)."""
 
@@ -32,47 +32,47 @@ class Sourced:
 
     value: float
     source: str
-    """Source of the number: a datasheet, a measurement, a public table; `assumed` where there is none, with the reason."""
+    """Source of the number: a datasheet, a measurement, a public table; `assumed` if there is none, with the reason."""
     date: str
-    """Date at which the source was published or measured: a year, or year and month."""
+    """Date of publication or measurement: a year, or year and month."""
 
 
 @dataclass(frozen=True)
 class Accelerator:
-    """One device that a rank computes on."""
+    """One device, which runs one rank."""
 
     name: str
     title: str
     memory_bytes: Sourced
-    """Bytes that a process can see of the device's memory; the share of one process for `cpu`."""
+    """Device memory in bytes that a process can see; for `cpu`, the share of one process."""
     memory_bytes_per_second: Sourced | None
-    """Bandwidth of that memory. None: measured at run time."""
+    """Memory bandwidth in bytes per second. None: measured at run time."""
     peak_flops: Mapping[str, Sourced] = field(default_factory=dict)
     """Dense peak FLOPs per second by dtype (`fp64 fp32 tf32 bf16 fp16 fp8`); `fp32` is without TF32. Empty: measured at run
     time."""
     matmul_fraction: Sourced | None = None
-    """Share of the bf16 peak that large matrix products reach; taken for the other dtypes too. None: measured at run time."""
+    """Fraction of the bf16 peak that large GEMMs reach; used for the other dtypes too. None: measured at run time."""
     watts: Sourced | None = None
-    """Most power it draws (TDP). None: unknown."""
+    """Maximum power (TDP) in watts. None: unknown."""
     dollars_per_hour: Sourced | None = None
-    """Dollars to rent one for an hour, its share of the machine included. None: unknown."""
+    """Rent in dollars per hour of one accelerator, including its share of the machine. None: unknown."""
     cores: int | None = None
     """CPU cores of the machine, for `cpu`."""
     like: str = ""
-    """The accelerator of the catalogue that one of a machine's file is like; empty for those of the catalogue."""
+    """Accelerator in the catalogue that a user-defined one resembles; empty for those of the catalogue."""
 
     @property
     def kind(self) -> str:
-        """Name in the catalogue, or that of the one it is like: fitted laws and constants go by it."""
+        """Name in the catalogue, or that of the accelerator it resembles: fitted laws and constants use it."""
         return self.like or self.name
 
     @property
     def measured_at_run_time(self) -> bool:
-        """True if its rates are not in the catalogue: only measuring the machine can tell."""
+        """True if its rates are not in the catalogue and must be measured on the machine."""
         return not self.peak_flops
 
     def peak_flops_per_second(self, dtype: str) -> float:
-        """Dense peak of `dtype`. Raises SpecError if the device has none, or it must be measured."""
+        """Dense peak of `dtype` in FLOPs per second. Raises SpecError if the device has none, or if it must be measured."""
         if dtype in self.peak_flops:
             return self.peak_flops[dtype].value
         if self.measured_at_run_time:
@@ -91,9 +91,9 @@ class Link:
 
     name: str
     bytes_per_second: Sourced
-    """Nominal, one direction: of one accelerator inside a node, of the whole node between nodes."""
+    """Nominal bandwidth, one direction: of one accelerator inside a node, of the whole node between nodes."""
     achieved_bytes_per_second: Sourced | None = None
-    """Bus bandwidth that large all-gathers over the node reach, where it has been measured."""
+    """Bus bandwidth that large all-gathers over the node reach, if measured."""
 
 
 @dataclass(frozen=True)
@@ -107,19 +107,20 @@ class Node:
     intra_link: Link | None
     """Link between the accelerators of the node. None: measured at run time."""
     inter_link: Link | None
-    """Link from this node to others, all network cards together. None: it stands alone."""
+    """Link from this node to others, all network cards together. None: the node has no network."""
     num_network_cards: int | None = None
-    """Cards the bandwidth of `inter_link` is spread over; one rank alone drives one. None: as many as accelerators."""
+    """Number of cards that share the bandwidth of `inter_link`; a single rank uses one. None: as many as accelerators."""
     watts: Sourced | None = None
-    """Most power the whole machine draws: accelerators, processors, cards, fans. None: unknown."""
+    """Maximum power of the whole machine in watts: accelerators, processors, cards, fans. None: unknown."""
     tray: int | None = None
-    """Accelerators of a tray, of a rack whose jobs take any number of its places. None: machines are used whole."""
+    """Accelerators per tray, for a rack whose jobs use any number of its places. None: machines are used whole."""
     places: int | None = None
-    """Accelerators the machine has, where jobs use fewer. None: all are used."""
+    """Accelerators of the machine, if jobs use fewer. None: all are used."""
 
     @property
     def watts_per_accelerator(self) -> float | None:
-        """An accelerator's share of the machine's power; where only its own is known, with what machines add to it."""
+        """Share of the machine's power per accelerator in watts; if only the accelerator's own is known, with the usual
+        overhead of a machine."""
         accelerator_watts = self.accelerator.watts
         if self.watts is not None:
             return self.watts.value / self.num_accelerators
@@ -128,23 +129,23 @@ class Node:
 
 @dataclass(frozen=True)
 class Spine:
-    """The switches above the leaves. Without one every node reaches every other at full speed."""
+    """Spine switches above the leaf switches. Without them every node reaches every other at full speed."""
 
     nodes_per_leaf: int
-    """Nodes whose cards end in the same leaf switches: NVIDIA's and most clouds' units have 16 to 32."""
+    """Nodes per leaf switch: 16 to 32 in the units of NVIDIA and most clouds."""
     oversubscription: float
     """Bandwidth of the nodes of a leaf over that of the leaf's uplinks; 1 is a full fat tree."""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Equal nodes, of which the last may be used in part."""
+    """Equal nodes, of which the last may be partly used."""
 
     name: str
     node: Node
     num_accelerators: int
     spine: Spine | None = None
-    """Switches above the leaves, where they carry less than the nodes send. None: nothing is lost there."""
+    """Spine switches, if they carry less than the nodes send. None: full bandwidth."""
 
     @property
     def accelerator(self) -> Accelerator:
@@ -156,25 +157,25 @@ class Cluster:
 
     @property
     def places_words(self) -> str:
-        """Used share of each machine, where it is not all: `64 of 72 in each`; empty otherwise."""
+        """Part of each machine that is used, if not all: `64 of 72 in each`; else empty."""
         node = self.node
         return f"{node.num_accelerators} of {node.places} in each" if node.places else ""
 
 
 def file_of(text: str) -> Path | None:
-    """The file that describes the machines of `8xours.toml`; None where a name does."""
+    """File that describes the machines of `8xours.toml`; None for a name."""
     match = _COUNTED.fullmatch(text.strip())
     return Path(match[2]).expanduser() if match is not None and match[2] else None
 
 
 def parse_cluster(text: str) -> Cluster:
-    """The cluster called `64xh100`, `8xa100-80`, `2xdgx-h100`, `8x4090`, `cpu` or `8xcpu`; names are read as people and drivers
-    write them (`catalogue.machine_names`).
+    """The cluster named `64xh100`, `8xa100-80`, `2xdgx-h100`, `8x4090`, `cpu` or `8xcpu`; spellings of people and drivers are
+    accepted (`catalogue.machine_names`).
 
-    A count before an accelerator counts accelerators, in nodes of its usual shape; before a node it counts nodes. Of racks as
-    many places are used as `catalogue.racks` says, or as the name does: `256xgb200/64`, `4xgb200-nvl72/64`. `8xcpu` is eight
-    processes that share this machine; `8xours.toml` eight machines of a file's (`catalogue.machine_file`). Raises SpecError
-    with the nearest names.
+    A count before an accelerator counts accelerators, in nodes of its usual shape; before a node it counts nodes. The number of
+    places used of each rack is that of `catalogue.racks`, or that of the name: `256xgb200/64`, `4xgb200-nvl72/64`. `8xcpu` is
+    eight processes on this machine; `8xours.toml` eight machines described in a file (`catalogue.machine_file`). Raises
+    SpecError with the nearest names.
     """
     from ultrascale.catalogue import machine_file, machines, racks
 

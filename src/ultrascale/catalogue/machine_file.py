@@ -1,25 +1,25 @@
-"""A machine of one's own, from a TOML file: `8xours.toml` is eight of them.
+"""A user's own machine, from a TOML file: `8xours.toml` is eight of them.
 
 title = "our servers"
-accelerator = "h100-sxm"          # of the catalogue; or a table, see below
-accelerators = 4                  # of one machine
+accelerator = "h100-sxm"          # in the catalogue; or a table, see below
+accelerators = 4                  # per machine
 
-[inside]                          # left out: as in the accelerator's usual machine
+[inside]                          # default: as in the accelerator's usual machine
 name = "NVLink 4"
-gbytes_per_second = 450           # of one accelerator, one direction
+gbytes_per_second = 450           # per accelerator, one direction
 
-[network]                         # left out: each machine stands alone
-name = "RoCE"                     # says its kind: InfiniBand, RoCE, EFA, Slingshot (`catalogue.network`)
-gbits_per_second = 400            # of all cards of a machine together, one direction
-cards = 1                         # left out: one for each accelerator
-achieved_gbytes_per_second = 44   # left out: what its kind usually reaches
+[network]                         # default: no network between machines
+name = "RoCE"                     # determines its type: InfiniBand, RoCE, EFA, Slingshot (`catalogue.network`)
+gbits_per_second = 400            # all cards of a machine together, one direction
+cards = 1                         # default: one per accelerator
+achieved_gbytes_per_second = 44   # default: usual for its type
 
-[spine]                           # left out: every machine reaches every other at full speed
+[spine]                           # default: every machine reaches every other at full speed
 nodes_per_leaf = 16
 oversubscription = 2
 
-[accelerator]                     # in place of the name: one that the catalogue does not have
-like = "h100-sxm"                 # what it has in common with it; its law of matrix products, at its own peak
+[accelerator]                     # in place of the name: one that is not in the catalogue
+like = "h100-sxm"                 # source of all other values, and of the GEMM law, scaled to its own peak
 name = "h100-capped"
 memory_gib = 80
 memory_gbytes_per_second = 3350
@@ -56,13 +56,13 @@ KEYS = {
     "accelerator.tflops": ("fp64", "fp32", "tf32", "bf16", "fp16", *NARROW),
 }  # fmt: skip
 SMALLEST_NUMBER, LARGEST_NUMBER = 1e-9, 1e15
-"""Bounds of a number in any unit here: less or more is a slip of the pen, and overflows results computed from it."""
+"""Bounds of a number in any unit here: smaller or larger values are typing errors, and overflow results computed from them."""
 MOST_ACCELERATORS = 1024
-"""Most accelerators of a machine, which is one fast network inside. The largest sold has 72."""
+"""Most accelerators of a machine, which has one fast network inside. The largest sold has 72."""
 
 
 def machine_text(cluster: str) -> str:
-    """Text of the file of `8xours.toml`; empty where machines are not of a file, or it cannot be read."""
+    """Text of the file of `8xours.toml`; empty if machines are not from a file, or it cannot be read."""
     path = file_of(cluster)
     try:
         return "" if path is None else read_bounded(path, MOST_TOML)
@@ -71,7 +71,8 @@ def machine_text(cluster: str) -> str:
 
 
 def read_machine(path: Path, count: int, text: str) -> Cluster:
-    """`count` of the machines that the file at `path` describes, called `text`. Raises SpecError with every mistake in it."""
+    """`count` machines as described by the file at `path`; `text` is the cluster's name. Raises SpecError with every mistake in
+    it."""
     try:
         written = read_bounded(path, MOST_TOML)
     except (OSError, UnicodeDecodeError) as error:
@@ -91,7 +92,7 @@ def read_machine(path: Path, count: int, text: str) -> Cluster:
 
 @dataclass
 class _Reader:
-    """Reads the tables of one file, and collects what is wrong."""
+    """Reads the tables of one file, and collects their problems."""
 
     path: Path
     lines: Mapping[str, int]
@@ -115,7 +116,7 @@ class _Reader:
         return Node(name, title, accelerator, int(count), intra, inter, None if cards is None else int(cards)), spine
 
     _relative: str = ""
-    """The catalogued accelerator that the file's own is, or is like."""
+    """Accelerator in the catalogue that the file's own is, or resembles."""
 
     def _accelerator(self, values: Mapping[str, Any]) -> Accelerator | None:
         table = values.get("accelerator")
@@ -138,7 +139,7 @@ class _Reader:
         return None
 
     def _changed(self, base: Accelerator, table: Mapping[str, Any]) -> Accelerator:
-        """`base` with what the table says of its own."""
+        """`base` with the values of the table."""
         name = self._text(table, "accelerator.name") or base.name
         if name in ACCELERATORS or name == "cpu":
             self._add_problem("accelerator.name", f"{name!r} is one of the catalogue", "Give yours a name of its own.")

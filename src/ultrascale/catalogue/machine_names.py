@@ -1,6 +1,6 @@
-"""Names of machines as people, clouds and drivers write them, brought to those of the catalogue; and those that it leaves out.
+"""Names of machines as people, clouds and drivers write them, mapped to those of the catalogue; and known machines outside it.
 
-nvidia-smi's `NVIDIA A100-SXM4-80GB`, torch's `NVIDIA GeForce RTX 4090`, `H100 PCIe`, `rtx_4090`, `4090`, `h100-sxm5` are read.
+Accepts nvidia-smi's `NVIDIA A100-SXM4-80GB`, torch's `NVIDIA GeForce RTX 4090`, `H100 PCIe`, `rtx_4090`, `4090`, `h100-sxm5`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ USUAL_SIZES = {
     "gh200": "96", "l40s": "48", "l4": "24", "a10g": "24", "a6000": "48", "rtx-3090": "24", "rtx-4090": "24",
     "rtx-5090": "32", "mi250x": "128", "rtx-6000-ada": "48", "a100-pcie": "80",
 }  # fmt: skip
-"""Memory in GB that a name may add without changing the machine."""
+"""Memory in GB that a name may include without meaning another machine."""
 OTHERS: tuple[tuple[str, str], ...] = (
     (r"tpu|v[2-7][ep]?(?:-\d+)?$|trillium|ironwood", "a TPU runs programs of XLA, whose kernels, torus of links and memory"),
     (r"gaudi|hl-\d|hpu", "a Gaudi runs kernels of its own over Ethernet, which"),
@@ -25,12 +25,12 @@ OTHERS: tuple[tuple[str, str], ...] = (
     (r"(?:apple-)?m[1-5](?:-|$)|metal|mps$", "an Apple GPU has no collectives and no fp32 sums of bf16 in torch, which"),
     (r"cerebras|wse|cs-?\d$|groq|ipu", "this machine runs programs of its own compiler, which"),
 )
-"""Machines that people train on and the planner refuses, with the reason: the laws of GEMMs, attention, collectives and the
-allocator were all measured on GPUs of CUDA."""
+"""Machines for training that the planner refuses, with the reason: the laws of GEMMs, attention, collectives and the allocator
+were all measured on CUDA GPUs."""
 
 
 def normal_name(text: str) -> str:
-    """A name of a machine in lower case, without its maker, form and usual memory: `NVIDIA H100 80GB HBM3` is `h100`."""
+    """Name of a machine in lower case, without vendor, form factor and usual memory: `NVIDIA H100 80GB HBM3` is `h100`."""
     name = re.sub(r"[\s_/]+", "-", text.strip().lower())
     name = _FORMS.sub("", _MAKERS.sub("", name))
     name = re.sub(r"^rtx-?a(?=\d)", "a", re.sub(r"^rtx(?=\d)", "rtx-", name))
@@ -43,7 +43,7 @@ def normal_name(text: str) -> str:
 
 
 def why_not(name: str) -> str | None:
-    """Why a machine that is known is not in the catalogue; None if it is not known either."""
+    """Reason why a known machine is not in the catalogue; None if the machine is unknown."""
     for pattern, reason in OTHERS:
         if re.match(pattern, name):
             return f"{reason} follow other laws than the GPUs that plans were measured on"

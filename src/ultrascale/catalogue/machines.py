@@ -1,6 +1,6 @@
-"""The catalogue of machines, from machines.toml: every number with its source and date. And the machine this runs on.
+"""The catalogue of machines, from machines.toml, every number with its source and date; and the machine that this runs on.
 
-The accelerators in them are in `catalogue.accelerators`.
+Their accelerators are in `catalogue.accelerators`.
 """
 
 from __future__ import annotations
@@ -46,13 +46,14 @@ _LINKS = {name: _link(entry) for name, entry in entries(f"{_FILE}: links", _TABL
 _ENTRIES = dict(entries(f"{_FILE}: nodes", _TABLES["nodes"], *_NODE_KEYS))
 NODES: dict[str, Node] = {name: _node(name, entry, _LINKS) for name, entry in _ENTRIES.items()}
 ALIASES = ACCELERATOR_ALIASES | with_aliases(_ENTRIES)
-"""Other names of accelerators and machines, as people, clouds and tables write them."""
+"""Other names of accelerators and machines, used by people, clouds and tables."""
 
 
 def accelerator_in(text: str) -> str | None:
-    """The accelerator that a text names somewhere, as tables do (`H100-96GB-HBM2e-500W`, `DGX A100 (40GB)`); None if none.
+    """Accelerator whose name appears in a text, as in tables (`H100-96GB-HBM2e-500W`, `DGX A100 (40GB)`); None if there is
+    none.
 
-    Of names and aliases whose words all stand in the text the one with most words counts: `a100-pcie-40` before `a100-40`.
+    Among names and aliases whose words all appear in the text, the one with most words wins: `a100-pcie-40` before `a100-40`.
     """
     words = _words(text)
     names = [
@@ -63,13 +64,14 @@ def accelerator_in(text: str) -> str | None:
 
 
 def _words(text: str) -> frozenset[str]:
-    """Words of a machine's name without its maker and form: 80GB is 80, SXM5 sxm, RTX4090 rtx and 4090."""
+    """Words of a machine's name without vendor and form factor: 80GB is 80, SXM5 sxm, RTX4090 rtx and 4090."""
     words = re.split(r"[^a-z0-9.]+", re.sub(r"\brtx(?=\d)", "rtx-", text.lower()))
     return frozenset(re.sub(r"^(\d+)gb?$|^(sxm)\d$", r"\1\2", word) for word in words if word)
 
 
 def missing_dtype_problem(accelerator: Accelerator, dtype: str, key: str = "layout.precision") -> Problem:
-    """The problem of an accelerator without a peak of `dtype`: the dtypes it has, and accelerators that have this one."""
+    """Problem of an accelerator that does not support `dtype`, with the dtypes that it supports, and accelerators that support
+    this one."""
     dtypes = ", ".join(name for name in ("fp64", "fp32", "bf16", "fp16", *NARROW) if name in accelerator.peak_flops)
     have = ", ".join(name for name, other in ACCELERATORS.items() if dtype in other.peak_flops)
     rule = f"{accelerator.title} has no {dtype}"
@@ -77,9 +79,9 @@ def missing_dtype_problem(accelerator: Accelerator, dtype: str, key: str = "layo
 
 
 def this_machine(num_processes: int) -> Node:
-    """This machine's CPU, shared by `num_processes` ranks: memory and cores as the operating system reports them now.
+    """This machine's CPU, shared by `num_processes` ranks: memory in bytes and cores as the operating system reports them now.
 
-    Its rates are not in any catalogue; `Accelerator.measured_at_run_time` says so.
+    Its rates are not in the catalogue; `Accelerator.measured_at_run_time` is then true.
     """
     total, source = machine_memory_bytes()
     memory = Sourced(total // num_processes, f"{source}, an equal share of {num_processes}", "now")
@@ -88,7 +90,7 @@ def this_machine(num_processes: int) -> Node:
 
 
 def machine_memory_bytes() -> tuple[int, str]:
-    """Memory this process may use, and who says so: the machine's, or a container's limit where that is less."""
+    """Memory in bytes that this process may use, and its source: the machine's, or a container's limit if that is less."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
@@ -101,7 +103,7 @@ def machine_memory_bytes() -> tuple[int, str]:
 
 
 def free_bytes() -> int | None:
-    """Memory that this process may still take: what the machine has, or a container has left; None where nobody says."""
+    """Memory in bytes still available to this process, on the machine or within a container's limit; None if unknown."""
     try:
         with open("/proc/meminfo") as lines:
             meminfo = dict(line.split(":", 1) for line in lines)
@@ -119,7 +121,7 @@ def free_bytes() -> int | None:
 
 
 def usable_cores() -> int:
-    """Cores this process may run on."""
+    """Number of cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -1,7 +1,7 @@
-"""Kinds of networks between nodes: achieved fraction of the nominal bandwidth, and latency of a hop.
+"""Types of networks between nodes: achieved fraction of the nominal bandwidth, and latency per hop.
 
-A node's cards are one tier (`Node.inter_link`, shared by every group of ranks that crosses it), the switches above the leaves
-(`Cluster.spine`) the next. Data centres far apart are a case of their own: `plan.view.far_apart`.
+The cards of a node are one tier (`Node.inter_link`, shared by every group of ranks that crosses it), the spine above the leaf
+switches (`Cluster.spine`) the next. Data centres far apart are a separate case: `plan.view.far_apart`.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from ultrascale.catalogue.cluster import Link
 
 @dataclass(frozen=True)
 class NetworkKind:
-    """Behaviour of a kind of network under NCCL."""
+    """Behaviour of a type of network under NCCL."""
 
     name: str
     words: tuple[str, ...]
-    """A link whose name has one of these words is of this kind; the first kind that matches counts."""
+    """A link with one of these words in its name is of this type; the first type that matches wins."""
     achieved: float
     """Fraction of the nominal bandwidth that large messages reach."""
     hop_seconds: float
-    """Added to what NCCL's own tables (measured on InfiniBand) say a hop between nodes takes."""
+    """Seconds added to NCCL's own latency of a hop between nodes (measured on InfiniBand)."""
     source: str
 
 
@@ -55,7 +55,7 @@ OTHER = NetworkKind("network", (), 0.90, 10e-6, "assumed: between the best Infin
 
 
 def network_kind(link: Link) -> NetworkKind:
-    """The kind that the name of a link between nodes tells; `OTHER` if it tells none."""
+    """Type of a link between nodes, derived from its name; `OTHER` if unknown."""
     name = link.name.lower()
     for kind in KINDS:
         if any(word in name for word in kind.words):

@@ -15,9 +15,10 @@ from ultrascale.description.problems import mistake
 
 
 def places_used(count: int, node: Node) -> int | None:
-    """Accelerators of each rack that `count` of them use, as many in every rack; None if more than half would stay empty.
+    """Accelerators used of each rack for `count` in total, the same number in every rack; None if more than half would stay
+    empty.
 
-    All places, if that divides; else a power of two, else whole trays, else any number: the largest, which is the fewest racks.
+    All places, if that divides; else a power of two, else whole trays, else any number: the largest, which needs fewest racks.
     """
     most, tray = node.num_accelerators, node.tray or 1
     if count <= most:
@@ -27,12 +28,12 @@ def places_used(count: int, node: Node) -> int | None:
 
 
 def usual_places(node: Node) -> int:
-    """Places used of each rack, where nothing divides: the largest power of two, 64 of 72."""
+    """Default number of places used of each rack: the largest power of two, 64 of 72."""
     return 1 << (node.num_accelerators.bit_length() - 1)
 
 
 def node_for(count: int, name: str, node: Node) -> Node:
-    """The node that `count` accelerators called `name` fill. Raises SpecError with the nearest counts if they do not."""
+    """Node that `count` accelerators called `name` fill. Raises SpecError with the nearest counts if they do not."""
     per_node = node.num_accelerators
     if node.tray is None:
         if count <= per_node or count % per_node == 0:

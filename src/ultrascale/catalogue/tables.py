@@ -1,4 +1,4 @@
-"""Packaged tables in TOML, read once: entries that are checked key by key, and numbers with a source and a date."""
+"""TOML tables in the package, read once: entries are checked key by key, numbers have a source and a date."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _KINDS = {str: "a text", int: "a whole number", list: "a list", dict: "a table"}
 
 @dataclass(frozen=True)
 class Entry:
-    """One table of a file. Reading a key that is missing, or holds something else, raises SpecError with its place."""
+    """One table of a file. Reading a key that is missing or invalid raises SpecError with its position."""
 
     where: str
     values: Mapping[str, Any]
 
     def expect_only(self, *keys: str) -> None:
-        """Raises SpecError for keys that nobody reads."""
+        """Raises SpecError for keys that are never read."""
         if unknown := [key for key in self.values if key not in keys]:
             raise SpecError([self._problem(key, "is no key of such an entry", f"Known: {', '.join(keys)}.") for key in unknown])
 
     def get(self, key: str, kind: type, default: Any = None) -> Any:
-        """The value of `key`; `default` if it is missing and there is one."""
+        """Value of `key`, or `default` if it is missing and there is one."""
         value = self.values.get(key, default)
         if not isinstance(value, kind) or isinstance(value, bool):
             if key not in self.values and default is None:
@@ -37,7 +37,7 @@ class Entry:
         return value
 
     def sourced(self, key: str, scale: float = 1) -> Sourced:
-        """`key = [value, source, date]`, the value in units of `scale`."""
+        """`key = [value, source, date]`, with the value in units of `scale`."""
         parts = self.get(key, list)
         if (
             len(parts) != 3
@@ -48,11 +48,11 @@ class Entry:
         return Sourced(parts[0] * scale, parts[1], parts[2])
 
     def maybe_sourced(self, key: str, scale: float = 1) -> Sourced | None:
-        """The sourced number of `key`; None if it is missing."""
+        """Number of `key` with its source; None if it is missing."""
         return self.sourced(key, scale) if key in self.values else None
 
     def one_of(self, key: str, known: Mapping[str, Any]) -> Any:
-        """The entry of `known` under the name that `key` gives."""
+        """Entry of `known` named by `key`."""
         name = self.get(key, str)
         if name not in known:
             raise SpecError([self._problem(key, f"is {name!r}, which is not there", f"Choose one of {', '.join(known)}.")])
@@ -63,9 +63,9 @@ class Entry:
 
 
 def read_tables(name: str, folder: Path = Path(__file__).parent) -> dict[str, Any]:
-    """The tables of a file of the package. Raises SpecError if it is not TOML.
+    """Tables of a file in the package. Raises SpecError if it is not TOML.
 
-    Packages are installed as files; importlib.resources would take 8 ms to be imported, twice what parsing the tables takes.
+    Packages are installed as files; importing importlib.resources would take 8 ms, twice the time of parsing the tables.
     """
     try:
         return tomllib.loads((folder / name).read_text(encoding="utf-8"))
@@ -74,7 +74,7 @@ def read_tables(name: str, folder: Path = Path(__file__).parent) -> dict[str, An
 
 
 def entries(file: str, tables: Mapping[str, Any], *keys: str) -> Iterator[tuple[str, Entry]]:
-    """The entries of a table by name. Raises SpecError for keys other than `keys`."""
+    """Entries of a table by name. Raises SpecError for keys other than `keys`."""
     for name, values in tables.items():
         entry = Entry(f"{file}: {name}", values)
         entry.expect_only(*keys)
@@ -82,7 +82,7 @@ def entries(file: str, tables: Mapping[str, Any], *keys: str) -> Iterator[tuple[
 
 
 def with_aliases(entries: Mapping[str, Entry]) -> dict[str, str]:
-    """Other names of entries. Raises SpecError for one that two share, or that is an entry itself."""
+    """Other names of entries. Raises SpecError for a name that two entries share, or that is an entry itself."""
     aliases: dict[str, str] = {}
     for name, entry in entries.items():
         for alias in entry.get("aliases", list, []):

@@ -1,1 +1,1 @@
-"""Verbs only: a module parses its arguments, calls one function, and prints."""
+"""Verbs: each module parses its arguments, calls one function, and prints."""

@@ -26,7 +26,7 @@ BAR_WIDTH = 30
 
 
 def command(arguments: list[str]) -> int:
-    """Run the verb; 0 when everything is proven (or every planted fault was seen)."""
+    """Run the verb; returns 0 if everything is proven (or every planted fault was detected)."""
     options, settings = parse_with_overrides(CheckOptions, "check", arguments, positional={"run": "[RUN.TOML]"}, short=SHORT)
     if options.plant == "list" and not options.matrix:
         expect_numbers(options, settings)
@@ -103,7 +103,7 @@ def show_verdicts(proof: Check) -> None:
 def _difference_lines(verdict: Verdict) -> list[str]:
     if verdict.failure:
         return [verdict.failure.splitlines()[-1]]
-    # A message not waited for explains a wrong gradient, and that the weights and moments that follow from it.
+    # A message that is not waited for explains a wrong gradient, which in turn explains wrong weights and moments.
     first = [d for kind in ("messages", "gradient") for d in verdict.beyond if d.quantity == kind] or list(verdict.beyond)
     num_more = len(verdict.beyond) - min(3, len(first))
     return [str(difference) for difference in first[:3]] + ([f"and {num_more} more"] if num_more > 0 else [])
@@ -112,9 +112,11 @@ def _difference_lines(verdict: Verdict) -> list[str]:
 def progress(
     count: int, most_processes: int, report: Callable[[Words], None] = lambda words: None
 ) -> Callable[[Verdict], None] | None:
-    """A function that takes each verdict in the process of rank 0, and prints progress and the remaining time on stderr.
+    """Returns a function that takes each verdict in the process of rank 0, and prints progress and the remaining time on
+    stderr.
 
-    A bar on a terminal; elsewhere nothing, or, of many processes, which take seconds a case, a line for each verdict.
+    On a terminal it draws a bar; elsewhere it prints nothing, or, with many processes, which take seconds per case, one line
+    per verdict.
     """
     counted = _ProofProgress(count)
     report(counted.words)
@@ -127,13 +129,13 @@ def progress(
 
 
 class _ProofProgress:
-    """Count of verdicts, in memory shared with processes that are started later."""
+    """Number of verdicts, in memory shared with processes that are started later."""
 
     def __init__(self, total: int):
         self.total, self.done, self.started = total, get_context("spawn").Value("i", 0), time.monotonic()
 
     def words(self) -> str:
-        """The phase of the proof, in words."""
+        """Text of the current phase of the proof."""
         cases = count_of(self.total, "case")
         return f"{self.done.value} of {cases} compared" if self.done.value else f"processes start for the first of {cases}"
 

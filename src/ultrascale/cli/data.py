@@ -27,14 +27,15 @@ _VERBS = """ultrascale data: text to tokens.
 
   ultrascale data prepare INPUT... --output FOLDER   text, JSONL, CSV, TSV (.gz, .zst), Parquet, Arrow,
                                                      WebDataset or MDS to token shards
-  ultrascale data inspect FOLDER                     what a prepared folder holds, with decoded samples
+  ultrascale data inspect FOLDER                     contents of a prepared folder, with decoded samples
 
 Each has --help with an example.
 """
 
 
 def command(arguments: list[str]) -> int:
-    """Runs `ultrascale data ...`; 0 good, 1 bad data or disk, 2 bad usage (a path that is not there), 130 stopped by Ctrl-C."""
+    """Run `ultrascale data ...`; returns 0 on success, 1 for bad data or a full disk, 2 for invalid usage (such as a missing
+    path), 130 if stopped by Ctrl-C."""
     verbs: dict[str, Callable[..., int]] = {"prepare": prepare, "inspect": inspect}
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_VERBS, end="")
@@ -73,28 +74,28 @@ def prepare(
     shard_bytes: int | None = None,
     json: tyro.conf.FlagCreatePairsOff[bool] = False,
 ) -> int:
-    """Turn text into Megatron-compatible token shards and a manifest.
+    """Convert text to Megatron-compatible token shards and a manifest.
 
-    A text file is one document; a line of .jsonl (also .gz, .zst) and a row of .parquet, .csv or .tsv are one each. Killed runs
-    go on with the same command; the result does not depend on --workers.
+    A text file is one document; so is each line of .jsonl (also .gz, .zst) and each row of .parquet, .csv or .tsv. The same
+    command resumes a killed run; the result does not depend on --workers.
 
     Example: ultrascale data prepare src/ --glob '*.py' --train-tokenizer 8192 --on-bad skip --validation-fraction 0.01 --output
     prepared
 
     Args:
-        inputs: Files, or folders that are searched for files; also s3://, gs://, az:// and hf://.
+        inputs: Files, or folders to search for files; also s3://, gs://, az:// and hf://.
         output: Folder for the shards, manifest.json and tokenizer.json.
-        tokenizer: A tokenizer.json.
-        train_tokenizer: Or: train a byte-level BPE with so many ids on the input.
-        eod: The tokenizer's end-of-document token, if it is not one of the usual ones.
-        field: Where the text is: of JSONL, tables and MDS the column, of WebDataset the extension, or the field of its .json.
-        glob: Which names are taken from folders.
-        exclude: A name of files or folders left out of folders; may be given more than once.
-        workers: Processes. All cores if left out.
-        on_bad: A bad document ends the run with an error (fail), or is left out and counted by reason (skip).
-        validation_fraction: Share of documents held out.
-        validation: Folder for the documents held out. OUTPUT/validation if left out.
-        shard_bytes: Input of one shard. 2 MiB to 256 MiB, by size of all, if left out.
+        tokenizer: Path of a tokenizer.json.
+        train_tokenizer: Alternatively, train a byte-level BPE of this vocabulary size on the input.
+        eod: End-of-document token of the tokenizer, if it is not one of the usual ones.
+        field: Field with the text: the column of JSONL, tables and MDS; the extension of WebDataset, or the field of its .json.
+        glob: Pattern of file names to take from folders.
+        exclude: Name of files or folders to skip within folders; can be repeated.
+        workers: Number of processes. Default: all cores.
+        on_bad: End with an error at a bad document (fail), or skip it and count it by reason (skip).
+        validation_fraction: Fraction of documents held out for validation.
+        validation: Folder for the documents held out. Default: OUTPUT/validation.
+        shard_bytes: Input bytes per shard. Default: 2 MiB to 256 MiB, depending on the total.
         json: Print the result as JSON.
     """
     from ultrascale.data.preparing import prepare as preparation
@@ -121,16 +122,16 @@ def inspect(
     verify: tyro.conf.FlagCreatePairsOff[bool] = False,
     json: tyro.conf.FlagCreatePairsOff[bool] = False,
 ) -> int:
-    """Show what a prepared folder (or a Megatron prefix) holds.
+    """Show the contents of a prepared folder (or a Megatron prefix).
 
     Example: ultrascale data inspect prepared --sequence 0 --sequence-length 64
 
     Args:
-        folder: Made by `ultrascale data prepare`; or a prefix, `x` for `x.bin` and `x.idx`.
+        folder: Folder written by `ultrascale data prepare`; or a prefix, `x` for `x.bin` and `x.idx`.
         document: Show this document, counted from zero, as text.
-        sequence: Show this sequence of the stream in stored order, with the documents in it.
-        sequence_length: Tokens of a sequence.
-        verify: Read everything: checksums, indexes, ids.
+        sequence: Show this sequence of the stream in stored order, with its documents.
+        sequence_length: Tokens per sequence.
+        verify: Read and verify everything: checksums, indexes, ids.
         json: Print as JSON.
     """
     from ultrascale.data.preparing import inspect as inspection
@@ -220,5 +221,5 @@ def _print_facts(facts: dict[str, Any]) -> None:
 
 
 def _shown(sample: dict[str, Any]) -> str:
-    """The text, or the ids where there is no tokenizer to decode them."""
+    """The text, or the ids if there is no tokenizer to decode them."""
     return sample["text"] if sample["text"] is not None else " ".join(map(str, sample["ids"]))

@@ -44,32 +44,32 @@ def launch(
     warm: int = WARM,
     island: int | None = None,
 ) -> tuple[str, str, int | None, bool, bool, Path | None, bool, int, int, int | None]:
-    """Write the text that starts a run on a cluster: complete, commented, yours to edit.
+    """Write a complete, commented job script for a run on a cluster, for you to edit.
 
-    Slurm's queues itself again until the run is complete; Kubernetes' starts lost pods again; SkyPilot's replaces machines.
-    What the text needs to know stands in [launch] of the run, or in flags:
+    A Slurm job requeues itself until the run is complete; Kubernetes restarts lost pods; SkyPilot replaces machines. Settings
+    are in [launch] of the run, or in flags:
 
         ultrascale launch slurm run.toml --nodes 8 --launch.time-limit 24h --launch.slurm.partition gpu
 
         ultrascale launch slurm run.toml --nodes 1 --measure --layout.tp 1,2,4 --submit
 
     Args:
-        launcher: Who starts the nodes.
-        run: The run's TOML file. The job reads it again: keep it where all nodes see it.
-        nodes: How many machines; with islands.quorum those of one island, each of which is a job.
-        print: Print the text and write nothing.
-        submit: Write it and hand it to the launcher.
-        out: File for the text. Default: the run's name with an ending, in this folder.
-        measure: Measure instead of train: an array of jobs, a cell for each combination of settings with several values.
-        timed: Steps that are timed in each cell, with --measure.
-        warm: How many before them are not, with --measure.
-        island: With islands.quorum only this island's text. None: those of all.
+        launcher: Program that starts the nodes.
+        run: TOML file of the run. The job reads it again: keep it where all nodes can access it.
+        nodes: Number of machines; with islands.quorum, those of one island, each of which is a job.
+        print: Print the script and write nothing.
+        submit: Write the script and submit it to the launcher.
+        out: File for the script. Default: the run's name with an extension, in this folder.
+        measure: Measure instead of train: a job array with one cell per combination of settings with several values.
+        timed: Timed steps in each cell, with --measure.
+        warm: Warm-up steps before them, with --measure.
+        island: With islands.quorum: write only this island's script. None: those of all.
     """
     return launcher, run, nodes, print, submit, out, measure, timed, warm, island
 
 
 def command(arguments: list[str]) -> int:
-    """Run the verb: 0, or a SpecError with everything that is wrong, before a text is written or anything is submitted."""
+    """Run the verb; returns 0, or raises SpecError with every mistake, before a script is written or submitted."""
     from ultrascale.sweep.grid import split_axes
 
     axes, words = split_axes(arguments)
@@ -150,7 +150,7 @@ def _texts(
     launcher: str, resolved: Resolved, path: str, overrides: Sequence[str], nodes: int | None, typed: str, out: Path | None,
     islands: Sequence[int | None],
 ) -> dict[Path, str]:  # fmt: skip
-    """The texts of a run that is trained, by their files: of several islands each has its number before the ending."""
+    """Scripts of a training run by file name; with several islands, each has its number before the extension."""
     if Path(path).is_dir():
         path = str(Path(path) / "run.toml")
     write, ending = TEXTS[launcher]
@@ -169,7 +169,7 @@ def _texts(
 
 
 def _meeting_place(run: Run, island: int) -> str:
-    """Rendezvous of the islands of a run, for the head of a text."""
+    """Rendezvous of a run's islands, for the head of a script."""
     kind, _, server = run.islands.meet.partition("://")
     where = {"": "in the run's folder", "file": f"in {server}"}.get(
         kind, f"at {run.islands.meet}: start it there, for all, with"
@@ -193,7 +193,7 @@ def _trainer_flags(overrides: Sequence[str]) -> list[str]:
 
 
 def _planned(resolved: Resolved) -> list[str]:
-    """Lines of the plan for the run on the machines that it names. Raises SpecError if their memory does not suffice."""
+    """Lines of the plan for the run on its machines. Raises SpecError if their memory does not suffice."""
     run, limit = resolved.run, resolved.launch.time_limit_seconds
     if run.cluster == "auto" or run.cluster.endswith("cpu"):
         return ["No plan: cluster does not name the machines."]
@@ -221,7 +221,7 @@ def _measuring_text(
     path: str, axes: Sequence, overrides: Sequence[str], resolved: Resolved, nodes: int | None, text_file: Path, typed: str,
     steps: int, warm: int, *, write: bool,
 ) -> str:  # fmt: skip
-    """The array over all cells, whose folders are made as `ultrascale sweep` makes and reads them."""
+    """Array script over all cells, whose folders are created as `ultrascale sweep` creates and reads them."""
     from ultrascale.sweep.cells import place_of
     from ultrascale.sweep.grid import cells
 
@@ -252,7 +252,7 @@ def _measuring_text(
     ]
     results += ["--list"]
     notes = [f"{len(places)} cells, {len(grid_cells) - len(places)} refused; {steps} steps are timed after {warm}."]
-    listed = " ".join(shlex.join(results).split())  # a line of a comment
+    listed = " ".join(shlex.join(results).split())  # one line of a comment
     job = job_of(first, resolved.launch, file=Path(path), nodes=count, command=typed, notes=notes)
     if write:
         for place in places:
@@ -262,7 +262,7 @@ def _measuring_text(
 
 
 def _expect_unedited(texts: dict[Path, str], launcher: str) -> None:
-    """Raise SpecError if an existing file was edited: it is not overwritten."""
+    """Raises SpecError if an existing file was edited: it is not overwritten."""
     for file, text in texts.items():
         if file.is_dir():
             raise mistake("--out", f"{file} is a folder", f"Name a file, such as {file / 'job'}{TEXTS[launcher][1]}.")

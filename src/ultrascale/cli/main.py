@@ -26,7 +26,7 @@ from ultrascale.description.rank_environment import env_rank, env_world_size
 
 @dataclass(frozen=True)
 class Verb:
-    """A word of the command line, and the module that does it."""
+    """A verb of the command line, and its module."""
 
     module: str
     summary: str
@@ -34,29 +34,27 @@ class Verb:
 
 
 VERBS = {
-    "demo": Verb("start.demo", "plan, prove, train, kill, resume, compare: five minutes", "Start here"),
-    "doctor": Verb("start.doctor", "what this machine has, and what would stop a run on it", "Start here"),
-    "primer": Verb("start.primer", "what a GPU does well and badly: small kernels, achieved against peak", "Start here"),
-    "plan": Verb("plan.plan_command", "memory and time of a run, before it runs", "Before a run"),
-    "page": Verb("plan.page", "the planner in a browser: memory, time, schedule, reasons", "Before a run"),
-    "show": Verb("show.show_command", "a run's settings and where each came from; presets, machines", "Before a run"),
-    "validate": Verb("plan.validate", "how far predictions are from measured runs, row by row", "Before a run"),
-    "trace": Verb("trace", "any rank of any cluster's job, here: memory and messages to the byte", "Before a run"),
-    "check": Verb("check", "prove that N processes compute what one does", "Before a run"),
-    "data": Verb("data", "turn text into token files, and look into them", "Before a run"),
-    "train": Verb("train", "train, or go on where a run stopped", "A run and after"),
-    "launch": Verb("launch", "a run as a job: text for Slurm, Kubernetes, SkyPilot, torchrun or ssh", "A run and after"),
-    "measure": Verb(
-        "measure.measure_command", "where the time of a step goes, rank by rank, beside the plan", "A run and after"
-    ),
-    "sweep": Verb("measure.sweep", "many layouts of a run, each measured here, beside the plan", "A run and after"),
-    "report": Verb("report", "pictures and a summary of a run's folder", "A run and after"),
+    "demo": Verb("start.demo", "plan, prove, train, kill, resume, compare: in five minutes", "Start here"),
+    "doctor": Verb("start.doctor", "check this machine: hardware, software, and what would prevent a run", "Start here"),
+    "primer": Verb("start.primer", "small kernels on this machine's GPU: achieved rate against peak", "Start here"),
+    "plan": Verb("plan.plan_command", "predict memory and time of a run, or find its best layout", "Before a run"),
+    "page": Verb("plan.page", "the planner in a browser: memory, time, schedule, explanation", "Before a run"),
+    "show": Verb("show.show_command", "print a run's settings with their sources; presets, machines, keys", "Before a run"),
+    "validate": Verb("plan.validate", "compare predictions with measured runs", "Before a run"),
+    "trace": Verb("trace", "run any rank of a job without a device: exact memory and messages", "Before a run"),
+    "check": Verb("check", "prove that N processes compute what one process computes", "Before a run"),
+    "data": Verb("data", "prepare token files from text, and inspect them", "Before a run"),
+    "train": Verb("train", "train a run, or resume it", "A run and after"),
+    "launch": Verb("launch", "write a job for Slurm, Kubernetes, SkyPilot, torchrun or ssh", "A run and after"),
+    "measure": Verb("measure.measure_command", "profile or time steps of a run, compared with the plan", "A run and after"),
+    "sweep": Verb("measure.sweep", "measure many layouts of a run, compared with the plan", "A run and after"),
+    "report": Verb("report", "plots and summary of a run's folder", "A run and after"),
     "checkpoint": Verb("weights.checkpoint", "list and verify checkpoints", "A run and after"),
-    "soak": Verb("soak", "a storm of faults over a small run, which must end like a calm one", "A run and after"),
+    "soak": Verb("soak", "train under injected faults; the result must be bit-identical", "A run and after"),
     "generate": Verb("weights.generate", "sample text from a checkpoint or an exported folder", "A run and after"),
-    "export": Verb("weights.export", "a checkpoint as a Hugging Face folder", "A run and after"),
-    "convert": Verb("weights.convert", "a checkpoint in pickles as safetensors, read in a confined process", "A run and after"),
-    "import": Verb("weights.import_", "a Hugging Face folder as a first checkpoint", "A run and after"),
+    "export": Verb("weights.export", "export a checkpoint as a Hugging Face folder", "A run and after"),
+    "convert": Verb("weights.convert", "convert a pickle checkpoint to safetensors, in a sandboxed process", "A run and after"),
+    "import": Verb("weights.import_", "import a Hugging Face folder as the first checkpoint of a run", "A run and after"),
 }
 
 EXAMPLES = (
@@ -66,7 +64,7 @@ EXAMPLES = (
 )
 
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-"""Errors of a write to disk. For a file of ours, the error names it."""
+"""Errors of a write to disk. For a file of this package, the error names it."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -88,7 +86,7 @@ def run_verb(word: str, arguments: list[str]) -> int:
     """Import the verb's module, run it, and turn any exception into a message on stderr and an exit code."""
     try:
         code = import_module(f"ultrascale.cli.{VERBS[word].module}").command(arguments)
-        if word == "train":  # what it is for is in the run's folder
+        if word == "train":  # its results are in the run's folder
             console.finish_stdout()
         elif sys.stdout is not None:
             sys.stdout.flush()
@@ -96,7 +94,7 @@ def run_verb(word: str, arguments: list[str]) -> int:
     except KeyboardInterrupt:
         print_error("stopped.")
         return 130
-    except BrokenPipeError:  # `ultrascale plan ... | head`: the reader has left, which is no fault of ours
+    except BrokenPipeError:  # `ultrascale plan ... | head`: the reader has exited, which is not an error here
         console.redirect_to_null("stdout")
         return 1
     except Exception as error:
@@ -120,14 +118,14 @@ def exit_code_and_text(error: Exception, word: str) -> tuple[int, str]:
         return explained(lacking, word)
     if isinstance(error, OSError) and error.filename is not None:
         why = (error.strerror or str(error)).lower()
-        return _system_error(str(error.filename), why, "Check the path, its permissions and the room on its disk.")
-    if isinstance(error, OSError) and error.errno in DISK_ERRORS:  # as of `ultrascale plan ... > file` on a full disk
+        return _system_error(str(error.filename), why, "Check the path, its permissions and the free space on its disk.")
+    if isinstance(error, OSError) and error.errno in DISK_ERRORS:  # such as `ultrascale plan ... > file` on a full disk
         console.finish_stdout()
-        why = f"what was to be printed or kept could not be written: {error.strerror}"
+        why = f"output could not be written: {error.strerror}"
         return _system_error(word, why, "Free space, or write elsewhere.")
     if isinstance(error, UnicodeEncodeError) and sys.getfilesystemencoding() != "utf-8":
         lost = f"{error.object[error.start : error.end]!a}"
-        return _system_error(word, f"this locale has no bytes for {lost} in a path or text", "Set LC_ALL=C.UTF-8.")
+        return _system_error(word, f"this locale cannot encode {lost} in a path or text", "Set LC_ALL=C.UTF-8.")
     raise error
 
 
@@ -146,7 +144,7 @@ def unknown_verb(word: str) -> SpecError:
 
 
 def print_help() -> None:
-    """Prints the output of `ultrascale` without arguments."""
+    """Print the help, which is also the output of `ultrascale` without arguments."""
     from rich.table import Table
 
     screen = console_for_people()

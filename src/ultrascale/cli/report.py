@@ -1,4 +1,4 @@
-"""`ultrascale report`: the pictures of a run's folder, and a summary."""
+"""`ultrascale report`: plots of a run's folder, and a summary."""
 
 from __future__ import annotations
 

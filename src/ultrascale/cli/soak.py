@@ -1,4 +1,4 @@
-"""`ultrascale soak`: a storm of faults over a small run here, and the proof that it ends like a calm one."""
+"""`ultrascale soak`: trains a small run here under injected faults, and proves that it ends like an undisturbed one."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ def soak(
     torchrun: bool = False,
     json: bool = False,
 ) -> int:
-    """Train a very small model under a storm of faults, and compare its end with that of a calm run, bit by bit.
+    """Train a very small model under injected faults, and compare its end with that of an undisturbed run, bit by bit.
 
-    For example 50 kills of random ranks at random moments:
+    For example, 50 kills of random ranks at random times:
 
         ultrascale soak --processes 4 --faults kill --count 50
 
     Exit code 1 if a fault was not survived or anything differs.
 
     Args:
-        processes: Ranks on this machine, an even number.
-        minutes: Length of the storm. The calm run comes on top.
-        count: End the storm after so many faults instead.
-        faults: Kinds, with commas between them; all.
-        seed: Of kinds, steps, ranks and moments.
-        folder: Where both runs and the log are. An earlier soak's is emptied.
-        torchrun: Let torchrun start the ranks, and start them again.
+        processes: Number of ranks on this machine, even.
+        minutes: Duration of the faults, in addition to the undisturbed run.
+        count: Stop after this number of faults instead.
+        faults: Kinds of faults, separated by commas, or all.
+        seed: Random seed of kinds, steps, ranks and times.
+        folder: Folder for both runs and the log. That of an earlier soak is emptied.
+        torchrun: Start and restart the ranks with torchrun.
         json: Print one JSON object.
     """
     if processes < 2 or processes % 2:
@@ -73,12 +73,12 @@ def soak(
 
 
 def command(arguments: list[str]) -> int:
-    """Run the verb: 0 if the storm has left no trace."""
+    """Run the verb; returns 0 if both runs end alike."""
     return parse(soak, "soak", arguments)
 
 
 def table(outcome: Outcome) -> list[str]:
-    """The printed table: a line for each kind of fault, and the verdict."""
+    """Lines of the printed table: one per kind of fault, and the verdict."""
     head = ("fault", "struck", "survived", "found in s", "next step in s", "steps lost", "found by")
     rows = [head, *(_row(kind, strikes) for kind, strikes in sorted(_by_kind(outcome).items()))]
     widths = [max(len(row[place]) for row in rows) for place in range(len(head))]

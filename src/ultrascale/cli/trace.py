@@ -1,4 +1,4 @@
-"""`ultrascale trace`: any rank of any cluster's job, on this machine, without a device."""
+"""`ultrascale trace`: traces any rank of a job on any cluster, on this machine, without a device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ultrascale.description.units import format_bytes
 
 
 def command(arguments: list[str]) -> int:
-    """Run the verb: 0, or 1 if the rank does not fit its device and why was asked."""
+    """Run the verb; returns 0, or 1 with --explain-oom if the rank does not fit its device."""
     options, settings = parse_with_overrides(TraceOptions, "trace", arguments, positional={"run": "[RUN.TOML]"}, short=SHORT)
     request = VerbRequest(options, tuple(settings), words=tuple(arguments))
     with waiting("tracing"):
@@ -41,7 +41,7 @@ def _show(trace: Trace) -> None:
 
 
 def _code(trace: Trace) -> int:
-    """1, with a line that says why, if the rank does not fit and that was the question."""
+    """1, with an explaining line, if --explain-oom is given and the rank does not fit; else 0."""
     if trace.fits or not trace.options.explain_oom:
         return 0
     device = trace.cluster.accelerator

@@ -1,6 +1,6 @@
 """`ultrascale train`: train, or resume a stopped run.
 
-The run's store is tested here, without torch, before ranks start and anything is written.
+The run's store is tested here, without torch, before ranks start and before anything is written.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def train(
     island: int | None = None,
     json: bool = False,
 ) -> tuple[str, int | None, bool, int, bool, bool, float | None, int | None, bool]:
-    """Train a run, or go on where it stopped. The same command does both.
+    """Train a run, or resume it: the same command does both.
 
     Any setting can follow as a dotted flag:
 
@@ -62,21 +62,22 @@ def train(
     Under torchrun this is one rank: torchrun --nproc-per-node 8 -m ultrascale train run.toml --layout.dp 8
 
     Args:
-        run: The run's TOML file, or the folder of a run, or where a run is kept, as in s3://BUCKET/PREFIX/NAME.
-        processes: Start this many processes here. What tp, cp and pp leave of them shares the batch (layout.dp).
-        elastic: Let the planner choose the layout if there are other processes than it is for. The batch stays.
-        max_restarts: Start the processes again this often without a new checkpoint in between when one of them dies.
-        allow_changes: Go on from a checkpoint although model, data or seed have changed.
-        ignore_memory: Start on GPUs although the plan says that a rank needs more memory than they have.
-        leave_by: Save and leave before this second of the wall clock (`date +%s`), as a job with a time limit must.
-        island: Start this island alone, by its number, as others are elsewhere (islands.quorum). None: all of them, here.
-        json: At the end print one JSON object; all else goes to stderr.
+        run: TOML file of the run, or the folder of a run, or the URL of a stored run, as in s3://BUCKET/PREFIX/NAME.
+        processes: Start this many processes here; dp = processes / (tp x cp x pp) (layout.dp).
+        elastic: Let the planner choose the layout if the number of processes has changed. The global batch stays the same.
+        max_restarts: Restart all processes at most this often without a new checkpoint in between if one of them dies.
+        allow_changes: Resume from a checkpoint although model, data or seed have changed.
+        ignore_memory: Start on GPUs although the plan predicts that a rank needs more memory than they have.
+        leave_by: Save and exit before this Unix time in seconds (`date +%s`), for a job with a time limit.
+        island: Start only the island with this number, if others run elsewhere (islands.quorum). None: start all here.
+        json: Print one JSON object at the end; all other output goes to stderr.
     """
     return run, processes, elastic, max_restarts, allow_changes, ignore_memory, leave_by, island, json
 
 
 def command(arguments: list[str]) -> int:
-    """Run the verb; 0 when the run is complete or was stopped in order, 1 when it failed, 2 when it is described wrongly."""
+    """Run the verb; returns 0 if the run is complete or was stopped in order, 1 if it failed, 2 if the configuration is
+    invalid."""
     parsed, settings = parse_with_overrides(train, "train", arguments)
     with console.redirect_stdout_to_stderr() if parsed[-1] else nullcontext():
         run, code = _train(*parsed[:-1], settings)
@@ -98,7 +99,7 @@ def _train(
     island: int | None,
     settings: list[str],
 ) -> tuple[Run, int]:
-    """The run that was trained, and the exit code."""
+    """The trained run, and the exit code."""
     if max_restarts < 0:
         raise mistake("--max-restarts", f"must be at least 0, is {max_restarts}", "0 never starts again.")
     if leave_by is not None and not time.time() < leave_by < float("inf"):
@@ -169,7 +170,7 @@ def _elastic(run: Run, world: int) -> Run:
 
 
 def _fetched_run(path: str, settings: list[str]) -> tuple[str, list[str]]:
-    """A run named by its store: a local folder to resume in, and flags with the store's URL."""
+    """A run given by its store: a local folder to resume in, and flags with the store's URL."""
     url = url_of(path)
     if url is None:
         return path, settings
@@ -181,7 +182,7 @@ def _fetched_run(path: str, settings: list[str]) -> tuple[str, list[str]]:
 
 
 def _place_flags(path: str, settings: list[str]) -> list[str]:
-    """Flags that keep a run in the folder it is named by, even if that was moved or renamed."""
+    """Flags that keep a run in the given folder, even if that was moved or renamed."""
     folder = Path(path)
     if not folder.is_dir():
         return []
@@ -192,7 +193,7 @@ def _place_flags(path: str, settings: list[str]) -> list[str]:
 
 
 def _launch(run: Run, max_restarts: int, flags: tuple[str, ...], island: int | None) -> int:
-    """All processes of a run, or of one of its islands."""
+    """Start all processes of a run, or of one of its islands; returns the exit code."""
     from ultrascale.launch.local import launch_local
     from ultrascale.launch.restarts import read_account, summary
 
@@ -232,7 +233,7 @@ def _launch(run: Run, max_restarts: int, flags: tuple[str, ...], island: int | N
 
 
 def _append(folder: RunFolder, name: str, line: str) -> None:
-    with suppress(OSError):  # a full disk, or no folder any more: the ranks have told
+    with suppress(OSError):  # a full disk, or a removed folder: the ranks have reported it
         folder.append(name, line)
 
 
@@ -243,13 +244,13 @@ def _summary(run: Run, code: int) -> dict[str, object]:
 
 
 START_PATIENCE_SECONDS = 20.0
-"""Time to wait for a server that is briefly unreachable; an absent one is reported soon."""
+"""Time to wait for a server that is briefly unreachable; an absent one is reported soon after."""
 
 
 def expect_store(run: Run) -> None:
     """Test that `run` can be kept in its store, if it has one: write, read, list and remove an object; the Hub is only queried.
 
-    Raises SpecError if the store's name is invalid, StorageError, in one sentence, if it cannot be used.
+    Raises SpecError if the store's name is invalid, StorageError with one sentence if it cannot be used.
     """
     remedy = 'Name a folder of this machine there, and the store in the run\'s file: [checkpoint] store = "s3://..."'
     if url_of(run.folder) is not None:

@@ -6,9 +6,9 @@
         checksum is 5d41402a, expected 2cf24dba: it is damaged
         -> Use another checkpoint.
 
-The head says whose fault it is: `invalid arguments` or `invalid configuration` (exit code 2), or of a file, a disk or another
-rank `cannot go on` (exit code 1). An error carries its `problems`, or its text reads `KEY: RULE. REMEDY`: text alone is
-what ranks send each other.
+The head classifies the error: `invalid arguments` or `invalid configuration` (exit code 2); for a file, a disk or another rank
+`cannot go on` (exit code 1). An error carries its `problems`, or its text reads `KEY: RULE. REMEDY`: ranks send each other only
+text.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ _KEY = re.compile(
     r"|(?P<place>\S*/\S*[^\s:]) (?P<told>(?:is|was|has|holds|cannot|needs|refuses|came|does) .+)"
     r"|(?P<name>(?:[^.:(]|[.:](?! )|\([^)]*\))+): (?P<rule>.+)"
 )
-"""A rank, a path or a URL, or whatever stands before the first colon that is in no parentheses."""
+"""A rank, a path or a URL, or the text before the first colon outside parentheses."""
 _DOING = re.compile(r"^(?:verifying|loading|reading) [^:]+: (?=\S*/\S+: )")
-"""Prefix of a message that says what was done when a file was found damaged, before the file itself."""
+"""Prefix of a message with the operation during which a file was found damaged, before the file itself."""
 _REMEDY = re.compile(r"\. (?=[A-Z`\"'-])")
 
 
 def is_for_people(error: BaseException) -> bool:
-    """True for an exception class of this package: its text says what to do, and a traceback would add nothing."""
+    """True for an exception class of this package: its text contains the remedy, and a traceback would add nothing."""
     return type(error).__module__.split(".")[0] == "ultrascale"
 
 
 def explained(error: BaseException | str, subject: str) -> tuple[int, str]:
-    """Exit code and text of an error that is for people, or of such a text. `subject` stands for what it names no key for."""
+    """Exit code and text of an error for users, or of such a text. `subject` stands for a missing key."""
     problems = getattr(error, "problems", ()) or problems_in(str(error), subject)
     is_usage_error = getattr(error, "is_usage_error", isinstance(error, SpecError)) or all(
         problem.key.startswith("--") for problem in problems
@@ -45,8 +45,8 @@ def explained(error: BaseException | str, subject: str) -> tuple[int, str]:
 
 
 def problem_list(problems: Sequence[Problem], *, is_usage_error: bool = True) -> str:
-    """Every mistake: its key or file, where the value came from, the rule, and the remedy. `is_usage_error`: of a description
-    or a command, and not of what a file or a disk holds."""
+    """Every mistake: its key or file, the source of the value, the rule, and the remedy. `is_usage_error`: about a
+    configuration or a command rather than a file or a disk."""
     count = len(problems)
     head = "invalid arguments" if is_usage_error else "cannot go on"
     head = "invalid configuration" if is_usage_error and any(map(_is_configured, problems)) else head
@@ -57,7 +57,7 @@ def problem_list(problems: Sequence[Problem], *, is_usage_error: bool = True) ->
 
 
 def problem_lines(problem: Problem) -> str:
-    """One mistake, indented: its key and where the value came from, the rule, the remedy."""
+    """One mistake, indented: its key and the source of the value, the rule, the remedy."""
     origin = f"  ({problem.where})" if problem.where else ""
     rule = problem.rule.replace("\n", "\n    ")
     remedy = f"\n    -> {problem.remedy}" if problem.remedy else ""
@@ -65,12 +65,12 @@ def problem_lines(problem: Problem) -> str:
 
 
 def print_error(message: str, *, rank: int | None = None) -> None:
-    """Print an error to stderr; of one rank of several the rank stands before it."""
+    """Print an error to stderr, with the rank in front if there are several."""
     console.print_line(f"ultrascale: error{'' if rank is None else f' on rank {rank}'}: {message}", "stderr")
 
 
 def problems_in(text: str, subject: str) -> tuple[Problem, ...]:
-    """The problems that a message tells: one of its lines, or of one line and those indented under it the whole."""
+    """Problems in a message: one per line, or, for a line with indented lines under it, all of them together."""
     lines = text.strip().splitlines() or [""]
     if len(lines) > 1 and all(not line.startswith(" ") and ": " in line for line in lines):
         return tuple(_problem(line, "", subject) for line in lines)
@@ -88,7 +88,7 @@ def _problem(line: str, remedy: str, subject: str) -> Problem:
 
 
 def _is_configured(problem: Problem) -> bool:
-    """True if the problem is about a value of a run's description, and not a word of the command."""
+    """True if the problem is about a value in a run's configuration rather than a word of the command."""
     from ultrascale.config.schema import STAND_INS, leaves, sections
 
     key, (_, colon, line) = problem.key.partition("[")[0], problem.key.rpartition(":")

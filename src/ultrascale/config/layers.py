@@ -1,4 +1,4 @@
-"""Layers of dotted keys, each value with its origin: TOML files with `extends`, then flags. The last layer wins."""
+"""Layers of dotted keys, each value with its source: TOML files with `extends`, then flags. The last layer wins."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ultrascale.description.problems import MOST_PROBLEMS, Problem
 
 @dataclass(frozen=True)
 class Entry:
-    """A value as it was written."""
+    """A value as written, with its source."""
 
     value: Any
     origin: str
@@ -26,15 +26,15 @@ class Entry:
 
 @dataclass
 class SettingsLayer:
-    """The keys that one file, or the command line, gives."""
+    """Keys set by one file, or by the command line."""
 
     entries: dict[str, Entry] = field(default_factory=dict)
     tables: list[str] = field(default_factory=list)
-    """Sections that are written as tables, also those without a key."""
+    """Sections written as tables, including empty ones."""
 
 
 def read_files(path: Path, problems: list[Problem], *, chain: tuple[Path, ...] = ()) -> list[SettingsLayer]:
-    """The layers of a TOML file, those it extends first."""
+    """Layers of a TOML file, those that it extends first."""
     if path.is_dir() and (path / "run.toml").is_file():
         path = path / "run.toml"
     text = _file_text(path, problems, extended_by=chain[-1] if chain else None)
@@ -44,7 +44,7 @@ def read_files(path: Path, problems: list[Problem], *, chain: tuple[Path, ...] =
 
 
 def read_text(text: str, path: Path, problems: list[Problem], *, chain: tuple[Path, ...] = ()) -> list[SettingsLayer]:
-    """The layers of a TOML text that is at, or as if at, `path`; those it extends first."""
+    """Layers of a TOML text that is at, or treated as if at, `path`; those that it extends first."""
     try:
         values = parse_toml(text)
     except ValueError as error:
@@ -63,7 +63,7 @@ def read_text(text: str, path: Path, problems: list[Problem], *, chain: tuple[Pa
 
 
 def read_flags(overrides: Sequence[str] | Mapping[str, Any], problems: list[Problem]) -> SettingsLayer:
-    """The layer of `--layout.dp 4`, `--layout.dp=4`, `--compile`, or of a mapping from keys to values."""
+    """Layer of `--layout.dp 4`, `--layout.dp=4`, `--compile`, or of a mapping from keys to values."""
     layer = SettingsLayer()
     if isinstance(overrides, Mapping):
         for key, value in overrides.items():
@@ -137,7 +137,7 @@ def _flatten(values: Mapping[str, Any], prefix: str, origin, layer: SettingsLaye
 
 
 def _add(key: str, entry: Entry, layer: SettingsLayer, problems: list[Problem]) -> None:
-    """Adds one entry, or notes that its key does not exist. A section may be given as a mapping, an optional one as none."""
+    """Add one entry, or record that its key does not exist. A section may be given as a mapping, an optional one as none."""
     if key in leaves() or key in STAND_INS:
         layer.entries[key] = entry
     elif key in sections() and isinstance(entry.value, Mapping):

@@ -1,4 +1,4 @@
-"""The ranges of plain numbers and names: what one value can be, whatever the rest of the run."""
+"""Ranges of single numbers and names: the values allowed whatever the rest of the run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ultrascale.description.sections import islands
 MOST = 2**53
 """Largest number of steps or tokens: integers up to it are exact as doubles, which most readers of metrics.jsonl use."""
 LONGEST_WAIT = 2_000_000.0
-"""Seconds, 23 days: the system's waits count milliseconds in 32 bits."""
+"""23 days in seconds: the system's waits count milliseconds in 32 bits."""
 
 # key: lowest, highest value. None as a value is always allowed where the field allows it.
 _RANGES: dict[str, tuple[float, float]] = {
@@ -43,7 +43,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 def limits_of(key: str) -> dict[str, float]:
-    """The range of a number as JSON Schema says it: minimum, maximum, exclusiveMinimum, exclusiveMaximum."""
+    """Range of a number in the terms of JSON Schema: minimum, maximum, exclusiveMinimum, exclusiveMaximum."""
     low, high = _RANGES.get(key, (-inf, inf))
     limits = {"minimum": 0 if key in _BELOW_ONE else low, "maximum": LONGEST_WAIT if key in _WAITS else high}
     limits |= {"exclusiveMinimum": 0} if key in _ABOVE_ZERO else {}
@@ -52,7 +52,7 @@ def limits_of(key: str) -> dict[str, float]:
 
 
 def range_problem(key: str, value: Any) -> Problem | None:
-    """The problem of one plain number or name that is out of range, whatever the rest of the run."""
+    """Problem of one number or name that is out of range, whatever the rest of the run."""
     if value is None:
         return None
     if key in _RANGES:

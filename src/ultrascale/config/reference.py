@@ -1,7 +1,7 @@
-"""Every key of a description in a line: type, unit, default, allowed values, and what it is. Read off the dataclasses of a run,
-their docstrings and `config.ranges`; `ultrascale show keys` and docs/reference.md print it.
+"""Reference of all configuration keys, one line each: type, unit, default, allowed values, and description. Generated from the
+dataclasses of a run, their docstrings and `config.ranges`; `ultrascale show keys` and docs/reference.md print it.
 
-What a key is stands in its source below the field and nowhere else.
+The description of a key is in its docstring below the field and nowhere else.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from ultrascale.description.run import Run
 from ultrascale.description.sections.launch import Launch
 
 STAND_INS = {
-    "model.preset": ("text", "A model known by name (`ultrascale show models`)."),
-    "model.path": ("text", "A Hugging Face folder, or its config.json, whose model is taken."),
-    "batch.tokens_per_batch": ("whole number", "The batch in tokens, such as \"4M\", in place of `sequences_per_batch`."),
-    "extends": ("text", "Another TOML file whose keys hold where this one says nothing; relative to this file."),
+    "model.preset": ("text", "Preset of a known model (`ultrascale show models`)."),
+    "model.path": ("text", "Hugging Face folder, or its config.json, that defines the model."),
+    "batch.tokens_per_batch": ("whole number", "Global batch size in tokens, such as \"4M\"; replaces `sequences_per_batch`."),
+    "extends": ("text", "Another TOML file, whose values apply to keys that this file omits; relative to this file."),
 }  # fmt: skip
-"""Keys that stand for others, with their type and what they are."""
+"""Keys that stand for others, with their type and description."""
 UNITS = {
     "tokens": (*TOKEN_KEYS, *LENGTH_KEYS),
     "sequences": ("sequences_per_batch", "micro_batch_size", "sequences"),
@@ -42,25 +42,25 @@ KINDS = {bool: "true or false", int: "whole number", float: "number", str: "text
 
 @dataclass(frozen=True)
 class Key:
-    """A key of a description."""
+    """A configuration key."""
 
     key: str
-    """Dotted: `layout.dp` is `dp` in the table [layout], and `--layout.dp` on a command line."""
+    """Dotted name: `layout.dp` is `dp` in the table [layout], and `--layout.dp` on a command line."""
     kind: str
     """`whole number`, `text`, ..."""
     unit: str
-    """`tokens`, `seconds`, ...; empty where it has none."""
+    """`tokens`, `seconds`, ...; empty if it has none."""
     default: str
-    """As it is written in TOML; empty where it must be given, or stands for other keys."""
+    """Default as written in TOML; empty if the key is required, or stands for other keys."""
     allowed: str
-    """Choices, or a range; empty where anything of its type goes."""
+    """Choices, or a range; empty if every value of the type is allowed."""
     about: str
     """Description, on one line."""
 
 
 def keys(word: str = "") -> list[Key]:
-    """All keys in the order of a description, or those whose name, or another trainer's for it, has `word` in it; of none such,
-    whose text has."""
+    """All keys in order, or those whose name, or whose name in another framework, contains `word`; if there are none, those
+    whose description contains it."""
     all_keys = [_stand_in(key) for key in ("extends", "model.preset", "model.path")]
     for leaf_key in leaves():
         all_keys.append(_of_leaf(leaf_key))
@@ -80,7 +80,7 @@ def about() -> dict[str, str]:
 
 
 def choices_of(kind: Any) -> tuple[Any, ...]:
-    """The values of a type that is a choice; empty for any other."""
+    """Values of a type that is a choice; empty for any other."""
     inner = _inner(kind)
     return get_args(inner) if get_origin(inner) is Literal else ()
 
@@ -109,7 +109,7 @@ def _about(kind: Any, prefix: str) -> Iterator[tuple[str, str]]:
 
 
 def _inner(kind: Any) -> Any:
-    """A type without its None."""
+    """A type without None."""
     members = [member for member in get_args(kind) if member is not NoneType]
     return members[0] if NoneType in get_args(kind) and len(members) == 1 else kind
 
@@ -167,7 +167,7 @@ def _range(limits: dict[str, float]) -> str:
 
 @cache
 def docs_of(kind: Any) -> dict[str, str]:
-    """Text below each field that has one, by field name, joined into one line."""
+    """Docstring of each field that has one, by field name, joined into one line."""
     body = ast.parse(dedent(inspect.getsource(kind))).body[0]
     assert isinstance(body, ast.ClassDef)
     docs = {}

@@ -1,12 +1,12 @@
-"""Resolution into a `Run`: files, presets and flags in, every value with its origin out, all mistakes reported at once.
+"""Resolution of files, presets and flags into a `Run`: every value with its source, all mistakes reported at once.
 
     default  <  preset or config.json  <  file that is extended  <  file  <  flag
 
-A preset (or path) names a whole model, so it replaces what lower layers say about the model; fields beside it or above it
-change it. `batch.tokens_per_batch` stands for `sequences_per_batch`. Paths of corpora and models are relative to where the
-command is run; `extends` is relative to its file.
+A preset (or path) names a whole model, so it replaces the model of lower layers; fields beside it or above it change it.
+`batch.tokens_per_batch` stands for `sequences_per_batch`. Paths of corpora and models are relative to the current folder;
+`extends` is relative to its file.
 
-Written as TOML (`to_toml`), a resolved run is what the run folder keeps and the workers read.
+The run folder keeps a resolved run as TOML (`to_toml`), which the workers read.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ _SECTIONS = {
     "evaluation": Evaluation, "faults": Faults,
 }  # fmt: skip
 _TRACKERS = {"wandb": Wandb, "mlflow": Mlflow, "trackio": Trackio, "tensorboard": Tensorboard}
-# A batch given as about 4M tokens may be moved this far to a size that divides among the ranks.
+# A batch of "4M" tokens may be rounded by up to this fraction to a size that divides over the ranks.
 _WRITE_TOKENS = "Write 4M, 4Mi or 4194304."
 _BATCH_TOLERANCE = 0.1
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """A run, how it is launched, and where each value came from."""
+    """A run, its launch section, and the source of each value."""
 
     run: Run
     provenance: dict[str, str]
-    """Dotted key -> `default`, `runs/a.toml:12`, `preset llama-3-8b`, `flag`, `derived ...`."""
+    """Source by dotted key: `default`, `runs/a.toml:12`, `preset llama-3-8b`, `flag`, `derived ...`."""
     launch: Launch = field(default_factory=Launch)
 
 
@@ -64,24 +64,24 @@ def resolve(
     processes: int | None = None,
     processes_flag: str = "--processes",
 ) -> Resolved:
-    """The run that a TOML file (or a run folder, or nothing) and overrides describe.
+    """Run of a TOML file (or a run folder, or nothing) and overrides.
 
     `overrides` are command-line words (`["--layout.dp", "4", "--compile"]`) or a mapping from dotted keys to values; `defaults`
-    stand in place of the fields' own, below file and overrides.
-    `require_data` demands a corpus to train on, and what the trainer runs. `processes`: of the whole run; those that the other
-    axes leave are data parallel; `processes_flag` is the word that said so. Raises SpecError with every mistake found.
+    replace the fields' own, and rank below file and overrides. `require_data` requires a corpus, and a run that the trainer
+    supports. `processes`: of the whole run; dp is what the other axes leave; `processes_flag`: the flag that set it. Raises
+    SpecError with every mistake found.
     """
     problems: list[Problem] = []
     layers = [] if path is None else read_files(Path(path), problems)
     if path is not None and not layers:
-        raise SpecError(problems)  # without its file, the rest would only be noise
+        raise SpecError(problems)  # without its file, all further messages would be noise
     requested = None if processes is None else (processes, processes_flag)
     layers = [SettingsLayer({key: Entry(value, "default") for key, value in (defaults or {}).items()}), *layers]
     return _resolve([*layers, read_flags(overrides, problems)], problems, require_data=require_data, processes=requested)
 
 
 def run_from_toml(text: str, *, where: str = "run.toml") -> Run:
-    """The run of a TOML text, such as `to_toml` writes. Raises SpecError, pointing at lines of `where`."""
+    """Run of a TOML text, such as `to_toml` writes. Raises SpecError that points at lines of `where`."""
     problems: list[Problem] = []
     layers = read_text(text, Path(where), problems)
     if not layers:
@@ -90,14 +90,14 @@ def run_from_toml(text: str, *, where: str = "run.toml") -> Run:
 
 
 class UnfitBatchError(UnitError):
-    """A batch of so many tokens is no whole number of sequences; the message names the nearest that are."""
+    """The tokens of the batch are not a whole number of sequences; the message names the nearest that are."""
 
 
 def sequences_for_tokens(tokens: str | int, sequence_length: int, *, multiple: int = 1) -> int:
     """Sequences of a batch of `tokens`: a multiple of `multiple` (data-parallel ranks x micro-batch size).
 
-    A number must fit exactly. One with a suffix, such as "4M", means about that many and is brought to the nearest multiple,
-    at most a tenth away. Raises UnfitBatchError naming the nearest sizes that fit, and UnitError if `tokens` is no quantity.
+    A number must fit exactly. One with a suffix, such as "4M", is approximate and rounded to the nearest multiple, at most a
+    tenth away. Raises UnfitBatchError that names the nearest sizes that fit, and UnitError if `tokens` is not a quantity.
     """
     unit = sequence_length * multiple
     count = parse_tokens(tokens) if isinstance(tokens, str) else tokens
@@ -141,7 +141,7 @@ def _resolve(
 
 
 def _other_entries(layers: list[SettingsLayer], problems: list[Problem]) -> dict[str, Entry]:
-    """The last word on every key outside the model. Of two ways to give the batch, the later layer's counts."""
+    """Final value of every key outside the model. If the batch is given in two ways, the later layer wins."""
     entries: dict[str, Entry] = {}
     rivals = ("batch.tokens_per_batch", "batch.sequences_per_batch")
     for layer in layers:
@@ -153,7 +153,7 @@ def _other_entries(layers: list[SettingsLayer], problems: list[Problem]) -> dict
 
 
 def _model_entries(layers: list[SettingsLayer], problems: list[Problem]) -> dict[str, Entry]:
-    """The last word on every key of the model; what a chosen preset or folder says comes below its own layer."""
+    """Final value of every key of the model; fields of a chosen preset or folder rank below its own layer."""
     entries: dict[str, Entry] = {}
     rivals = ("model.preset", "model.path")
     for layer in layers:
@@ -164,7 +164,7 @@ def _model_entries(layers: list[SettingsLayer], problems: list[Problem]) -> dict
             entries = {key: entry for key, entry in entries.items() if not key.startswith("model.rope_scaling.")}
         scope = entries.get("model.router_aux_loss_scope")
         if "model.router_aux_loss_coef" in layer.entries and scope is not None and scope.value == "none":
-            del entries["model.router_aux_loss_scope"]  # who gives the coefficient of a file or a preset wants it applied
+            del entries["model.router_aux_loss_scope"]  # a coefficient that overrides a file or a preset is meant to be applied
         entries |= {k: e for k, e in layer.entries.items() if k.startswith("model.") and k not in rivals}
     return _with_derived_fields(entries) if "model" not in entries else entries
 
@@ -176,7 +176,7 @@ def _refuse_both(layer: SettingsLayer, rivals: tuple[str, str], problems: list[P
 
 
 def _entries_of_model(key: str, entry: Entry, problems: list[Problem]) -> dict[str, Entry]:
-    """The fields of the model that a `preset` or `path` names. One that cannot be read leaves the entry `model` as a mark."""
+    """Fields of the model that a `preset` or `path` names. If it cannot be read, the entry `model` remains as a mark."""
     unknown = {"model": Entry(None, entry.origin)}
     value = convert(entry.value, str, ValueContext(key, entry.origin, entry.text, problems))
     if value is INVALID:
@@ -194,13 +194,14 @@ def _entries_of_model(key: str, entry: Entry, problems: list[Problem]) -> dict[s
 
 
 def _from_folder(path: str) -> Model:
-    from ultrascale.description.architecture.huggingface import from_hf  # here, because most runs start from a preset
+    from ultrascale.description.architecture.huggingface import from_hf  # imported here, because most runs start from a preset
 
     return from_hf(path)
 
 
 def _with_derived_fields(entries: dict[str, Entry]) -> dict[str, Entry]:
-    """Fills what a model written field by field leaves open: its family's fixed choices, one key/value head per head, D / H."""
+    """Fill fields that a model written field by field omits: its family's fixed choices, one key/value head per query head, E =
+    D / H."""
     if not entries:
         return entries
     kind = entries["model.model_type"].value if "model.model_type" in entries else "llama"
@@ -216,7 +217,7 @@ def _with_derived_fields(entries: dict[str, Entry]) -> dict[str, Entry]:
             width = Entry(int(hidden.value) // int(heads.value), "derived from hidden_size / num_attention_heads")
             derived["model.head_dim"] = width
     except (ValueError, TypeError, ArithmeticError):
-        derived["model.head_dim"] = Entry(1, "derived")  # hidden_size or heads are wrong, and say so themselves
+        derived["model.head_dim"] = Entry(1, "derived")  # hidden_size or heads are wrong, which is reported for them
     return derived | entries
 
 
@@ -239,7 +240,7 @@ def _convert_all(entries: dict[str, Entry], problems: list[Problem]) -> tuple[di
 
 
 def _fit_default_length(values: dict[str, Any], provenance: dict[str, str]) -> None:
-    """Shortens the default sequence length to the positions that the model has."""
+    """Shorten the default sequence length to the number of positions of the model."""
     key, positions = "batch.sequence_length", values.get("model.max_position_embeddings")
     if provenance[key] == "default" and positions is not None and positions < values.get(key, leaves()[key].default):
         values[key], provenance[key] = positions, "derived from model.max_position_embeddings"
@@ -254,7 +255,7 @@ def _derive_dp(
     bad: set[str],
     problems: list[Problem],
 ) -> None:
-    """Makes data parallel what tp, cp and pp leave of `processes`."""
+    """Set dp to what tp, cp and pp leave of `processes`."""
     axes = {key: values.get(f"layout.{key}", 1) for key in ("tp", "cp", "pp")}
     degrees = values.get("islands.dp") or ()
     axes |= {"the sum of islands.dp": sum(degrees)} if degrees else {"islands.count": values.get("islands.count", 1)}
@@ -285,7 +286,7 @@ def _derive_dp(
 def _batch_from_tokens(
     entries: dict[str, Entry], values: dict[str, Any], provenance: dict[str, str], bad: set[str], problems: list[Problem]
 ) -> None:
-    """Turns `tokens_per_batch`, of the batch and of the ramp's stages, into sequences."""
+    """Convert `tokens_per_batch`, of the batch and of the ramp's stages, to sequences."""
     keys = ("batch.sequence_length", "layout.dp", "layout.micro_batch_size", "islands.count", "islands.dp")
     length, dp, micro, islands, degrees = (values.get(key, leaves()[key].default) for key in keys)
     known = not bad & {*keys} and dp > 0 and micro > 0
@@ -324,7 +325,7 @@ def _batch_from_tokens(
 
 
 def _build(values: dict[str, Any], bad: set[str], problems: list[Problem], entries: dict[str, Entry]) -> Run:
-    """The run of these values; what is bad or missing takes its default, and is in `bad` so that no rule judges it."""
+    """The run of these values; bad or missing ones take their defaults, and are in `bad` so that no rule checks them."""
     good = {key: value for key, value in values.items() if key not in bad}
     sections = {name: cls(**_fields_of(good, name)) for name, cls in _SECTIONS.items()}
     trackers = {name: cls(**_fields_of(good, f"log.{name}")) for name, cls in _TRACKERS.items()}
@@ -365,7 +366,7 @@ def _build_model(good: dict[str, Any], bad: set[str], problems: list[Problem], e
 
 
 def _fields_of(values: dict[str, Any], section: str) -> dict[str, Any]:
-    """The values directly in a section, by field name."""
+    """Values directly in a section, by field name."""
     split = ((key.rpartition("."), value) for key, value in values.items())
     return {name: value for (place, _, name), value in split if place == section}
 
@@ -384,7 +385,7 @@ def _of_given_batch(problem: Problem, entries: dict[str, Entry]) -> Problem:
 
 
 def _with_origin(problem: Problem, provenance: dict[str, str]) -> Problem:
-    """`problem` with the origin of its key, or of the list that its key is in."""
+    """`problem` with the source of its key, or of the list that contains its key."""
     key = problem.key.partition("[")[0]
     return problem if problem.where else replace(problem, where=provenance.get(key, ""))
 
@@ -393,7 +394,7 @@ _HEAD = "# A resolved run: every value that decides what it computes. Read again
 
 
 def to_toml(run: Run) -> str:
-    """Every field of `run`, defaults and all; `resolve` of it gives `run` again. None is written as "none"."""
+    """TOML of every field of `run`, including defaults; `resolve` returns `run` from it. None is written as "none"."""
     return _HEAD + "\n".join(_section(run, "")) + "\n"
 
 
@@ -410,13 +411,13 @@ def _section(item: Any, name: str) -> list[str]:
 
 
 def toml_value(value: Any) -> str:
-    """A setting as TOML has it."""
+    """A setting as a TOML value."""
     if value is None:
         return '"none"'
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        # JSON's escapes are TOML's, but for DEL, which TOML wants escaped too.
+        # JSON's escapes are valid in TOML, except for DEL, which TOML also requires to be escaped.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, tuple):
         return "[" + ", ".join(toml_value(item) for item in value) + "]"

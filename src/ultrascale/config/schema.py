@@ -1,5 +1,4 @@
-"""The keys a description may have, read off the dataclasses of `description.run`, and how a value is brought to a field's
-type."""
+"""Keys of a configuration, derived from the dataclasses of `description.run`, and conversion of values to their types."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from ultrascale.description.schedules import SCHEDULE_ALIASES
 from ultrascale.description.sections.launch import Launch
 from ultrascale.description.units import UnitError, parse_bytes, parse_count, parse_length, parse_seconds, parse_tokens
 
-# Keys of a description that stand for others; `resolve` turns them into fields.
+# Keys that stand for others; `resolve` turns them into fields.
 STAND_INS = {"model.preset": str, "model.path": str, "batch.tokens_per_batch": int}
 TOKEN_KEYS = ("tokens_per_batch", "until_tokens")
 LENGTH_KEYS = ("sequence_length", "seq_len", "max_position_embeddings", "original_max_position_embeddings", "sliding_window")
@@ -30,11 +29,11 @@ UNITS: dict[str, tuple[Callable[[str], int], str]] = {
     **dict.fromkeys(LENGTH_KEYS, (parse_length, "Write 8192, 8k or 128k.")),
     **dict.fromkeys(BYTE_KEYS, (parse_bytes, 'Write "20GiB", "16GB" or 16000000000.')),
 }
-"""Last words of keys that are whole numbers with a unit: how one is read, and what to write."""
+"""Last words of keys that are whole numbers with a unit, with their parser and the advice."""
 TIME_KEYS = ("launch.time_limit",)
 TIMES = {"seconds": 1, "minutes": 60}
-"""Last words of names of times, which on a command line may be 30m or 1h30m, and seconds of their unit."""
-# What other trainers call fields of ours.
+"""Last words of names of times, which a command line may give as 30m or 1h30m, with the seconds of their unit."""
+# Names in other frameworks for fields of this package.
 ELSEWHERE = {
     "zero": "layout.zero_stage", "zero_level": "layout.zero_stage",
     "sp": "layout.sequence_parallel", "tensor_parallel": "layout.tp", "tensor_parallel_size": "layout.tp",
@@ -58,13 +57,13 @@ ELSEWHERE = {
     "recompute_granularity": "layout.recompute", **dict.fromkeys(("bf16", "fp16", "fp8"), "layout.precision"),
 }  # fmt: skip
 _COMMAS = re.compile(r"[^,]*|\d{1,3}(,\d{3})+[^,]*")
-"""Texts of numbers in which a comma, if any, is one between thousands: 1,2 is no 12."""
+"""Texts of numbers in which commas, if any, separate thousands: 1,2 is not 12."""
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", re.IGNORECASE)
 _NEVER_IN_TEXT = re.compile("[\0\ud800-\udfff]")
 
 
 class _Invalid:
-    """Stands where a value could not be read; its problem has been noted."""
+    """Placeholder for a value that could not be read; its problem has been recorded."""
 
 
 INVALID = _Invalid()
@@ -72,17 +71,17 @@ INVALID = _Invalid()
 
 @dataclass(frozen=True)
 class Leaf:
-    """One key with a value: dotted name, type and default."""
+    """One key that has a value: dotted name, type and default."""
 
     key: str
     kind: Any
     default: Any
-    """`dataclasses.MISSING` where a value must be given."""
+    """`dataclasses.MISSING` if the key is required."""
 
 
 @dataclass(frozen=True)
 class ValueContext:
-    """A place in a description: collects what is wrong there."""
+    """A position in a configuration; collects the problems there."""
 
     key: str
     where: str
@@ -100,7 +99,7 @@ class ValueContext:
 
 @cache
 def leaves() -> dict[str, Leaf]:
-    """Every key of a run by its dotted name, in the order of the dataclasses; those of how it is launched come last."""
+    """Every key of a run by its dotted name, in the order of the dataclasses; those of its launch come last."""
     return {leaf.key: leaf for leaf in (*_leaves(Run, ""), *_leaves(Launch, "launch."))}
 
 
@@ -111,7 +110,7 @@ def sections() -> frozenset[str]:
 
 
 def unknown_key(key: str, where: str, *, hints: bool = True) -> Problem:
-    """The problem of a key that does not exist, with the nearest that do if it `hints`."""
+    """Problem of an unknown key, with the nearest known keys if `hints`."""
     section, _, last = key.rpartition(".")
     nearest = _nearest(section, last) if hints else []
     remedy = (
@@ -123,7 +122,7 @@ def unknown_key(key: str, where: str, *, hints: bool = True) -> Problem:
 
 
 def convert(value: Any, kind: Any, at: ValueContext) -> Any:
-    """`value` as `kind`; `INVALID`, and a problem noted in `at`, if it is not one."""
+    """`value` converted to `kind`; `INVALID`, with a problem recorded in `at`, if that is impossible."""
     origin = get_origin(kind)
     if origin in (Union, UnionType):
         (inner,) = (option for option in get_args(kind) if option is not type(None))
@@ -150,12 +149,12 @@ def _leaves(cls: Any, prefix: str) -> list[Leaf]:
 
 
 def default_of(field: Field) -> Any:
-    """A field's default, `MISSING` if it has none."""
+    """Default of a field, `MISSING` if it has none."""
     return field.default if field.default_factory is MISSING else field.default_factory()
 
 
 def _nearest(section: str, last: str) -> list[str]:
-    """Keys that were probably meant: of the same name elsewhere, of a like name in this section, of a like name elsewhere."""
+    """Keys that were probably meant: the same name elsewhere, a similar name in this section, a similar name elsewhere."""
     known = [*leaves(), *STAND_INS, *sections()]
     by_name: dict[str, list[str]] = {}
     for key in known:
@@ -184,7 +183,7 @@ def _described(value: Any) -> str:
 
 
 def _as_typed(value: Any, at: ValueContext) -> Any:
-    """As it was typed, or as it stands in a file."""
+    """A value as typed on the command line, or as in a file."""
     return (value if value != "" else "empty") if at.text else _described(value)
 
 
@@ -271,7 +270,7 @@ def _str(value: Any, at: ValueContext) -> Any:
             return at.wrong(str(error), 'Write "24h", "1d12h" or "90m".')
     if not isinstance(value, str):
         return at.wrong(f"must be text, is {_described(value)}", "Put it in quotes.")
-    if _NEVER_IN_TEXT.search(value):  # no path has the first, and no file in UTF-8 the others
+    if _NEVER_IN_TEXT.search(value):  # a path cannot contain the first, nor a UTF-8 file the others
         return at.wrong(f"must be text without NUL and halves of characters, is {value!r}", "Leave them out.")
     return SCHEDULE_ALIASES.get(value.lower(), value) if at.key == "layout.schedule" else value
 
@@ -328,7 +327,7 @@ _CONVERT = {bool: _bool, int: _int, float: _float, str: _str}
 
 
 def setting_at(run: Any, key: str) -> Any:
-    """The value of a dotted key; None below one that is None."""
+    """Value of a dotted key; None below a section that is None."""
     for name in key.split("."):
         run = None if run is None else getattr(run, name)
     return run

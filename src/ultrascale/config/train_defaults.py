@@ -16,20 +16,20 @@ from ultrascale.description.run import Run, Source
 from ultrascale.description.units import count_of
 
 ORIGIN = "train's default"
-"""Source of a value that is chosen here."""
+"""Source of a value chosen here."""
 FROM_RUN_START = "as the run began"
-"""Source of a value that the run has kept, whoever chose it then."""
+"""Source of a value that the run has kept, whoever chose it."""
 WARMUP_SHARE = 20
-"""One step in so many warms up, at most `MOST_WARMUP`: Adam's second moments are not known before."""
+"""One step in this many is a warm-up step, at most `MOST_WARMUP`: Adam's second moments are not reliable before."""
 MOST_WARMUP = 2000
 EVALUATIONS = 10
-"""In a whole run."""
+"""Number of evaluations in a run."""
 
 
 def train_defaults(resolved: Resolved, island_folder: Path | None = None) -> tuple[Resolved, list[str]]:
-    """The run with what it leaves open, and a line for each choice that says how to choose otherwise.
+    """The run with defaults for omitted keys, and one line per default that says how to override it.
 
-    `island_folder`: folder of an island, in which it is looked for how the run began before the run's own folder.
+    `island_folder`: folder of an island, which is searched for the run.toml from the start before the run's own folder.
     """
     run, lines, origins = resolved.run, [], {}
     folder = Path(run.folder) / run.name
@@ -58,8 +58,8 @@ def train_defaults(resolved: Resolved, island_folder: Path | None = None) -> tup
 
 
 def _evaluation(run: Run, before: Run | None) -> tuple[int | None, tuple[Source, ...]]:
-    """Steps between two evaluations, and held-out text: what was made beside the run's sources, wherever they are now, or other
-    text that was named as the run began."""
+    """Steps between two evaluations, and validation sources: text held out beside the run's sources, wherever they are now, or
+    other sources that were named when the run began."""
     prepared = tuple(Source(str(path)) for path in _validation_folders(run) if path.is_dir())
     if before is None:
         return max(1, run.steps // EVALUATIONS), prepared
@@ -74,7 +74,7 @@ def _validation_folders(run: Run) -> list[Path]:
 
 
 def _run_at_start(folder: Path) -> Run | None:
-    """The run as it stands in a folder; None where it has not begun."""
+    """The run as saved in a folder; None if it has not begun."""
     if not (folder / "checkpoints").is_dir():
         return None
     try:

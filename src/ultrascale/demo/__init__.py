@@ -1,1 +1,1 @@
-"""The five-minute story: a real run on this machine, from text to an exported model, each claim with its number."""
+"""A complete run on this machine in five minutes, from text to an exported model; each claim has a measured number."""

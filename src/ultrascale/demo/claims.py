@@ -13,12 +13,12 @@ MARKS: dict[Verdict, str] = {
 
 
 class DemoError(RuntimeError):
-    """The demo cannot go on."""
+    """The demo cannot continue."""
 
 
 @dataclass(frozen=True)
 class Claim:
-    """One thing that the demo shows."""
+    """One claim of the demo."""
 
     text: str
     number: str
@@ -33,5 +33,5 @@ class Claim:
 
 
 def judged(text: str, number: str, holds: bool, **facts: Any) -> Claim:
-    """A claim that a number decides."""
+    """A claim decided by a number."""
     return Claim(text, number, "holds" if holds else "fails", facts)

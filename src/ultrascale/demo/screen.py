@@ -1,4 +1,4 @@
-"""Output of the demo on a terminal: numbered headings, the command a reader would give, a bar, a table of claims."""
+"""Output of the demo on a terminal: numbered headings, the command for each stage, a progress bar, a table of claims."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from ultrascale.demo.claims import MARKS, Claim
 WIDEST = 100
 INDENT = 3
 Advance = Callable[[float, str], None]
-"""Function that takes a stage's progress, and a note to print beside the bar."""
+"""Called with a stage's progress, and a note to print beside the bar."""
 
 
 def cpu_seconds() -> float:
-    """CPU time of this process and of those it has started and seen end: what a busy machine does not stretch."""
+    """CPU time of this process and of its finished children, which does not depend on the load of the machine."""
     this_process, children = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
     return this_process.ru_utime + this_process.ru_stime + children.ru_utime + children.ru_stime
 
 
 @dataclass(frozen=True)
 class Spent:
-    """Cost of a stage."""
+    """Time that a stage took."""
 
     seconds: float
     cpu_seconds: float
@@ -43,15 +43,15 @@ class Spent:
 
 @dataclass
 class Screen:
-    """Writes the story to one console."""
+    """Writes the demo's output to one console."""
 
     console: Console
     spent: dict[str, Spent] = field(default_factory=dict)
-    """Cost by title of the stage."""
+    """Time by title of the stage."""
 
     @classmethod
     def on(cls, *, stderr: bool) -> Screen:
-        """Standard output, or the other one when that is wanted by a machine."""
+        """A screen on standard output, or on stderr if stdout is for a program."""
         console = Console(stderr=stderr, highlight=False)
         if not console.is_terminal:
             file: Any = Trimmed("stderr" if stderr else "stdout")
@@ -61,14 +61,14 @@ class Screen:
 
     @contextmanager
     def stage(self, title: str) -> Iterator[None]:
-        """A numbered heading; what the stage took is remembered under its title."""
+        """Print a numbered heading; the time of the stage is recorded under its title."""
         started, cpu = time.perf_counter(), cpu_seconds()
         self.console.print(f"\n[bold blue]{len(self.spent) + 1}[/]  [bold]{title}[/]")
         yield
         self.spent[title] = Spent(time.perf_counter() - started, cpu_seconds() - cpu)
 
     def command(self, *words: str) -> None:
-        """The command that does the same, to be copied."""
+        """Print the command that does the same, for copying."""
         lines = [""]
         for word in map(shlex.quote, ("ultrascale", *words)):
             if len(lines[-1]) + len(word) > self.console.width - INDENT - 8:
@@ -78,18 +78,18 @@ class Screen:
         self.console.print(f"[cyan]{escape(text)}[/]", soft_wrap=True)
 
     def say(self, text: str) -> None:
-        """A line or two, in rich's markup."""
+        """Print a line or two, in rich's markup."""
         self.show(text)
 
     def show(self, item: RenderableType) -> None:
-        """Anything, under the heading."""
+        """Print anything, under the heading."""
         self.console.print(Padding(item, (0, 0, 0, INDENT), expand=False))
 
     def draw(self, draw_on: Callable[[Console], None]) -> None:
-        """Prints on a console, under the heading, what a function draws."""
+        """Print what a function draws on a console, under the heading."""
         narrow = Console(
             file=io.StringIO(), width=self.console.width - INDENT, highlight=False, force_terminal=self.console.is_terminal,
-            color_system=self.console.color_system,  # pyright: ignore[reportArgumentType] (a str is what it takes)
+            color_system=self.console.color_system,  # pyright: ignore[reportArgumentType] (it takes a str)
         )  # fmt: skip
         with narrow.capture() as captured:
             draw_on(narrow)
@@ -98,7 +98,7 @@ class Screen:
 
     @contextmanager
     def bar(self, what: str, total: float) -> Iterator[Advance]:
-        """A progress bar; where there is no terminal, a line each quarter of the way."""
+        """A progress bar; without a terminal, one line per quarter."""
         if not self.console.is_terminal:
             yield self._quarters(what, total)
             return
@@ -113,7 +113,7 @@ class Screen:
             yield lambda done, note: progress.update(task, completed=done, note=note)
 
     def claims(self, claims: Sequence[Claim]) -> None:
-        """The closing table."""
+        """Print the closing table."""
         table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
         table.add_column("claim")
         table.add_column("", no_wrap=True)

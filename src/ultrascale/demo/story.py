@@ -1,10 +1,10 @@
-"""The story, stage by stage. Each stage prints the command that does the same, and ends in claims.
+"""The demo, stage by stage. Each stage prints the command that does the same, and ends in claims.
 
-text  ->  plan  ->  prove  ->  train, kill, resume  ->  planned beside measured  ->  loss  ->  sample  ->  export  ->  plots
+text  ->  plan  ->  prove  ->  train, kill, resume  ->  planned and measured  ->  loss  ->  sample  ->  export  ->  plots
 
-    folder    of everything that the demo writes: made, claimed, and cleared of an earlier demo, and of nothing else
+    folder    holds all output of the demo: created, locked, and cleared only of an earlier demo's files
     run       a TOML file, sized so that training takes one to three minutes on this machine
-    loss      as a curve in letters, beside the unigram entropy: the loss of a model that knows only how often each token occurs
+    loss      a text curve, with the unigram entropy: the loss of a model that knows only the frequency of each token
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ from ultrascale.plan.view.plan_view import show_plan
 MEMORY_PERCENT = 3.0
 """Largest difference between the planned and the measured peak."""
 STEP_PERCENT = 10.0
-"""Largest difference between the planned and the measured time of a step. A machine that does other work too misses it, which
-the table then says; no reason to fail."""
+"""Largest difference between the planned and the measured step time in percent. A busy machine exceeds it, which the table then
+reports without failing."""
 WELL_BELOW_NATS = 1.0
-"""Least fall of the loss below the unigram entropy: the next token is e times as likely on (geometric) average."""
+"""Least drop of the loss below the unigram entropy: the next token is e times as likely on (geometric) average."""
 PICTURE_WIDTH = 72
 """Columns of the loss curve."""
 LATE_STEPS = 8
-"""Steps after a checkpoint that are lost to the kill."""
+"""Steps after a checkpoint that are lost by the kill."""
 
 
 @dataclass
@@ -79,33 +79,33 @@ class Demo:
         return self.folder / "run"
 
     def claim(self, claim: Claim) -> None:
-        """Add to the closing table."""
+        """Add a claim to the closing table."""
         self.claims.append(claim)
 
 
 def run_demo(folder: Path, screen: Screen) -> Demo:
-    """The whole demo into `folder`. Raises DemoError if it cannot go on."""
+    """Run the whole demo in `folder`. Raises DemoError if it cannot continue."""
     library = library_folder()
     with demo_folder(folder):
         demo = Demo(folder, screen)
         screen.say("[dim]No GPU, no network: a language model from text to export, on two processes of this machine.[/]")
         with screen.stage("Text: Python's own standard library"):
             entropy = _text(demo, library)
-        with screen.stage("Plan: what it will take, before it runs"):
+        with screen.stage("Plan: predicted memory and time"):
             run, planned = _plan(demo)
-        with screen.stage("Prove: two processes compute what one does"):
+        with screen.stage("Prove: two processes compute what one process computes"):
             _prove(demo, run)
-        with screen.stage("Train, with one process killed on the way"):
+        with screen.stage("Train, with one process killed"):
             _train(demo, run)
         rows = read_metrics(demo.run_folder / "metrics.jsonl")
         memory = json.loads((demo.run_folder / "memory.json").read_text())
-        with screen.stage("Compare: planned beside measured"):
+        with screen.stage("Compare: planned with measured"):
             _compare(demo, planned, rows, memory)
-        with screen.stage("Loss: against a model that ignores context"):
+        with screen.stage("Loss: compared with a model that ignores context"):
             _loss(demo, rows, entropy)
-        with screen.stage("Sample: what it writes"):
+        with screen.stage("Sample: text that the model writes"):
             _sample(demo)
-        with screen.stage("Export: the model as transformers reads it"):
+        with screen.stage("Export: the model in transformers"):
             _export(demo, run)
         with screen.stage("Plots"):
             _plots(demo, rows, memory, entropy)
@@ -119,7 +119,7 @@ def _text(demo: Demo, library: Path) -> float:
     screen.command(*prepare_words(library, data))
     try:
         made = _prepare(demo, library, data)
-    except DataError:  # prepared by an earlier demo from another Python, or cut short in a way that cannot go on
+    except DataError:  # prepared by an earlier demo from another Python, or interrupted in a way that cannot be resumed
         forget_text(demo.folder)
         made = _prepare(demo, library, data)
     assert made.validation is not None
@@ -142,7 +142,7 @@ def _prepare(demo: Demo, library: Path, data: Path) -> Prepared:
 
 
 def _plan(demo: Demo) -> tuple[Run, float]:
-    """Rehearse, settle precision and length of the run, and plan it; the run, and the seconds that a step should take."""
+    """Rehearse, choose precision and length of the run, and plan it; returns the run, and the predicted seconds of a step."""
     draft = write_run(demo.folder)
     rehearsal = rehearse(draft)
     precision = rehearsal.fastest
@@ -283,7 +283,7 @@ def _plots(demo: Demo, rows: list[dict[str, Any]], memory: dict[str, Any], entro
         demo.claim(Claim(text, "matplotlib is not installed: pip install matplotlib", "skipped"))
         demo.screen.say("Skipped: matplotlib is not installed (pip install matplotlib).")
         return
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it announces that it looks for fonts
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it reports its search for fonts
     written = plot_run(
         rows, demo.folder / "plots", memory_timeline=memory["measured_timeline"],
         planned_peak_bytes=memory["planned_peak_bytes"], reference_loss=("unigram entropy", entropy),
@@ -296,7 +296,7 @@ def _plots(demo: Demo, rows: list[dict[str, Any]], memory: dict[str, Any], entro
 
 
 def _close(demo: Demo) -> None:
-    """The claims, and what to do next."""
+    """Print the claims, and next steps."""
     seconds, screen = time.perf_counter() - demo.started, demo.screen
     screen.console.print("\n[bold]In short[/]")
     screen.claims(demo.claims)
@@ -365,12 +365,12 @@ def unigram_entropy(path: str | Path) -> float:
 
 MARK = ".ultrascale-demo"
 MADE_AFRESH = ("run", "plots", "exported", "run.toml", "training.log", "summary.json")
-"""Files of an earlier demo that this one makes again; the prepared text is kept."""
+"""Files of an earlier demo that are created again; the prepared text is kept."""
 
 
 @contextmanager
 def demo_folder(folder: Path) -> Iterator[None]:
-    """`folder`, there and ours while inside. Raises SpecError if it is somebody else's, in use, or cannot be written."""
+    """Create and lock `folder`. Raises SpecError if it has other content, is in use, or cannot be written."""
     try:
         if folder.is_dir() and any(folder.iterdir()) and not (folder / MARK).exists():
             raise mistake("--folder", f"{folder} holds other files, which the demo must not mix with", "Name another.")
@@ -389,7 +389,7 @@ def demo_folder(folder: Path) -> Iterator[None]:
 
 
 def forget_text(folder: Path) -> None:
-    """Remove the prepared text, for when the library it was made from has changed."""
+    """Remove the prepared text, if the library it was made from has changed."""
     shutil.rmtree(folder / "data", ignore_errors=True)
 
 
@@ -407,9 +407,9 @@ BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
 def loss_curve(losses: Sequence[float], *, width: int, marks: Sequence[tuple[int, str]] = ()) -> str:
-    """A curve of `losses` by step, `width` columns at most, with a line below that names the step of each mark.
+    """A text curve of `losses` by step, at most `width` columns wide, with a line below that names the step of each mark.
 
-    Each column is the mean of its steps; the axis starts at the lowest loss, so that the fall is seen.
+    Each column is the mean of its steps; the axis starts at the lowest loss, so that the drop is visible.
     """
     columns = min(width, len(losses))
     edges = [len(losses) * column // columns for column in range(columns + 1)]
@@ -429,10 +429,10 @@ def loss_curve(losses: Sequence[float], *, width: int, marks: Sequence[tuple[int
 
 PROCESSES = 2
 TRAINING_SECONDS = 90
-"""Seconds of training at the rehearsed rate. What that leaves out (half as much again) and restarting after the kill come on
-top, and a busy machine takes up to three times as long: the whole is to stay below five minutes."""
+"""Seconds of training at the rehearsed rate. Work that the rate excludes (half as much again) and the restart after the kill
+are additional, and a busy machine takes up to three times as long: the total is to stay below five minutes."""
 STEPS = (240, 640)
-"""Fewest and most: below, the loss does not get far; above, the story gets long."""
+"""Fewest and most steps: with fewer the loss drops too little, with more the demo takes too long."""
 SAVES = 5
 _TOML = """\
 # A Llama of 4 million parameters on the sources of Python's standard library, on two processes of this machine.

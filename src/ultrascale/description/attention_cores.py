@@ -1,11 +1,12 @@
-"""Capabilities of attention cores, known without running any: for problems before a run starts, and for contests of kernels.
+"""Capabilities of attention cores, known without running them: used for error messages before a run starts, and to select the
+kernels to time.
 
 core      plain causal                            documents, sliding windows
-sdpa      torch's attention, which chooses        under a mask of S x S numbers
-varlen    as sdpa                                 flash attention told where documents end
-cudnn     cuDNN's attention, through torch        -
+sdpa      PyTorch's attention, which chooses      with a mask of S x S elements
+varlen    as sdpa                                 flash attention with document boundaries
+cudnn     cuDNN's attention, through PyTorch      -
 flex      FlexAttention                           FlexAttention
-flash-N   FlashAttention N of its package         the same, told where documents end
+flash-N   FlashAttention N of its package         the same, with document boundaries
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from ultrascale.description.layout import NARROW, AttentionCore, Precision
 from ultrascale.description.run import Run
 
 FLASH_HEAD_DIM = 256
-"""The widest head that flash attention knows."""
+"""Largest head dimension that flash attention supports."""
 CANDIDATE_CORES: tuple[AttentionCore, ...] = ("sdpa", "varlen", "cudnn", "flex", "flash-2", "flash-3", "flash-4")
-"""In the order in which ties are decided: torch's own choice first."""
+"""Candidates in the order in which ties are broken: PyTorch's default first."""
 
 FLASH_PACKAGES = ("flash-2", "flash-3", "flash-4")
 
@@ -32,7 +33,7 @@ class CoreRequirements(NamedTuple):
     device: Literal["cpu", "cuda"]
     precision: Precision
     windows: tuple[int | None, ...]
-    """Window of each layer in tokens; None: the whole sequence, also where the window is no narrower than that."""
+    """Sliding window of each layer in tokens; None: the whole sequence, or a window at least as long."""
     documents: bool = False
     head_dim: int = 64
     sinks: bool = False
@@ -46,13 +47,14 @@ class CoreRequirements(NamedTuple):
 
     @property
     def is_narrow(self) -> bool:
-        """True if attention computes in 16 bits; with fp8 and narrower precisions too, which are those of other GEMMs."""
+        """True if attention computes in 16 bits; fp8 and narrower precisions count too, since they apply to other GEMMs
+        only."""
         return self.precision in ("bf16", "fp16", *NARROW)
 
 
 @lru_cache(maxsize=256)
 def windows_of(model: Model, sequence_length: int) -> tuple[int | None, ...]:
-    """The window of each layer; None where it is as long as the sequence."""
+    """Sliding window of each layer in tokens; None if it is as long as the sequence."""
     windows = (model.window(layer) for layer in range(model.num_hidden_layers))
     return tuple(None if window is None or window >= sequence_length else window for window in windows)
 
@@ -68,7 +70,7 @@ def core_requirements(run: Run, device: str) -> CoreRequirements:
 
 
 def unsupported_reason(core: AttentionCore, wanted: CoreRequirements) -> str:
-    """Why `core` cannot do what is wanted; empty if it can."""
+    """Reason why `core` does not meet the requirements; empty if it does."""
     return next(_reasons(core, wanted), "")
 
 

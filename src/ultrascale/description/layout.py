@@ -1,21 +1,21 @@
 """Parallel layout of a run: how its processes shard model, batch and training state, and what each does with its share.
 
-Data parallelism is one mechanism with knobs (Rajbhandari et al. 2020; playbook, "ZeRO"): `dp` ranks each take a share of the
-batch; groups of `dp_shard` of them keep one copy of the training state between them, cut as the ZeRO stage says, and
-`dp / dp_shard` such groups repeat it (hybrid sharding).
+Data parallelism is one mechanism with a few settings (Rajbhandari et al. 2020; playbook, "ZeRO"): `dp` ranks each take a share
+of the batch; each group of `dp_shard` of them shards one copy of the training state as the ZeRO stage says, and `dp / dp_shard`
+such groups are replicas (hybrid sharding, HSDP).
 
-    stage   parameters          gradients                             optimizer state
-    0       whole               whole, all-reduced once a step        whole
-    1       whole in a step     summed here, reduce-scattered once    cut
-    2       whole in a step     reduce-scattered every micro-batch    cut
-    3       gathered per layer  reduce-scattered every micro-batch    cut
+    stage   parameters                 gradients                                   optimizer state
+    0       unsharded                  unsharded, all-reduced once per step        unsharded
+    1       unsharded within a step    accumulated, reduce-scattered once          sharded
+    2       unsharded within a step    reduce-scattered every micro-batch          sharded
+    3       all-gathered per layer     reduce-scattered every micro-batch          sharded
 
-Between steps the master parameters of stages 1 to 3 are cut as well: each rank updates its share, and they are gathered again
-when the next forward pass meets them. That costs the all-gather that every form of ZeRO needs after its update.
+Between steps the master parameters of stages 1 to 3 are sharded as well: each rank updates its shard, and the parameters are
+all-gathered again in the next forward pass. That costs the all-gather that every form of ZeRO needs after its update.
 
-Ranks are numbered with tensor parallelism fastest, so that it stays inside a node: tp, cp, dp, pp, that is
-rank = ((pp_i * dp + dp_i) * cp + cp_i) * tp + tp_i. Experts are cut out of the tp * cp * dp ranks of a pipeline stage, in the
-order expert_tp, ep, and what is left repeats them (expert data parallelism).
+Ranks are numbered with tensor parallelism fastest, so that it stays inside a node: tp, cp, dp, pp, that is rank = ((pp_i * dp +
+dp_i) * cp + cp_i) * tp + tp_i. Experts are sharded over the tp * cp * dp ranks of a pipeline stage, in the order expert_tp, ep;
+the remaining factor replicates them (expert data parallelism).
 """
 
 from __future__ import annotations
@@ -42,20 +42,21 @@ _COUNTS = (
     "virtual_stages", "ep", "expert_tp", "mlp_chunks",
 )  # fmt: skip
 RANGES = dict.fromkeys(_COUNTS, (1, 1_000_000))
-"""Lowest and highest value of whole numbers. The highest are far above any run: they catch slips of the finger."""
+"""Lowest and highest value of whole numbers. The upper bounds are far above any run: they catch typing errors."""
 MOST_NAMED = 4096
-"""Ranks of ep that are named as a choice: their number is a product, and may be beyond counting."""
+"""Largest ep that an error message suggests: the number of ranks that it must divide is a product, and may be astronomical."""
 LONGEST_HISTORY = 4096
-"""Steps of largest magnitudes that fp8 keeps: four times Transformer Engine's own."""
+"""Longest history of amax values in fp8: four times Transformer Engine's default."""
 OFFLOAD_FROM_BYTES = 1 << 16
-"""Saved tensors below this stay on the device: sending them takes a copy's start, some 10 microseconds, and frees nothing."""
+"""Smaller saved tensors stay on the device: offloading one costs the launch of a copy, about 10 microseconds, and frees almost
+nothing."""
 OFFLOAD_RESIDENT = 2
-"""Blocks whose activations are on the device although they are offloaded: one on its way, one at work."""
+"""Blocks whose activations are on the device although they are offloaded: one in transfer, one in use."""
 NARROW: dict[Precision, float] = {"fp8": 1.0, "mxfp8": 1 + 1 / 32, "nvfp4": 1 / 2 + 1 / 16}
-"""Precisions of matrix products only, and bytes of a factor's element with the scale of its block: MXFP8 has one of 8 bits for
-32 elements (OCP Microscaling 1.0), NVFP4 one in fp8 for 16, and one in fp32 for the tensor (NVIDIA, 2025)."""
+"""Precisions of GEMMs only, with the bytes of an operand's element including the scale of its block: MXFP8 has one of 8 bits
+per 32 elements (OCP Microscaling 1.0), NVFP4 one in fp8 per 16, and one in fp32 per tensor (NVIDIA, 2025)."""
 DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, **dict.fromkeys(NARROW, 2)}
-"""Bytes of an activation element. Between narrow products activations are bf16."""
+"""Bytes of an activation element. Between narrow GEMMs activations are bf16."""
 
 
 @dataclass(frozen=True)
@@ -63,96 +64,103 @@ class Layout:
     """The parallel layout of a run."""
 
     dp: int = 1
-    """Groups of ranks that share the batch between them."""
+    """Data-parallel degree: number of groups of ranks that share the global batch."""
     zero_stage: Literal[0, 1, 2, 3] = 0
-    """Training state that is sharded over `dp_shard` ranks: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too."""
+    """ZeRO stage: training state that is sharded over `dp_shard` ranks. 0: nothing; 1: optimizer state; 2: also gradients; 3:
+    also parameters."""
     dp_shard: int | None = None
-    """Ranks that hold one copy of the training state together. None: all of `dp`, or 1 for stage 0."""
+    """Ranks that shard one copy of the training state; fewer than `dp` is hybrid sharding (HSDP). None: all of `dp`, or 1 for
+    stage 0."""
     micro_batch_size: int = 1
-    """Sequences in one forward pass of one rank."""
+    """Micro-batch size: sequences in one forward pass of a rank."""
     recompute: str = "none"
-    """Activations computed again in the backward pass: none; named modules joined by + such as norm+moe_act
-    (`description.recomputed`); those that save most a second (selective); whole blocks (full); one block of every
-    `recompute_every` (every-k); what the planner finds fastest of all that fits (auto); block by block as `recompute_blocks`
-    says (blocks)."""
+    """Activation checkpointing: activations recomputed in the backward pass. none; named modules joined by +, such as
+    norm+moe_act (`description.recomputed`); selective: the modules that save most bytes per second of recomputation; full:
+    whole blocks; every-k: one block in every `recompute_every`; auto: the fastest choice that fits, found by the planner;
+    blocks: block by block as in `recompute_blocks`."""
     recompute_every: int = 2
     """For recompute = "every-k": blocks 0, k, 2k, ... are recomputed."""
     recompute_budget: int | None = None
-    """For recompute = "auto": bytes that a rank's blocks may keep for their backward passes, such as "20GiB". None: all that
-    is free."""
+    """For recompute = "auto": bytes of activations that a rank's blocks may save for the backward pass, such as "20GiB". None:
+    all free memory."""
     recompute_blocks: tuple[str, ...] = ()
-    """For recompute = "blocks": what each block computes again, in the model's order, such as ["norm+mlp_act x 20",
-    "none x 12"]; `description.recomputed` has the words."""
+    """For recompute = "blocks": the mode of each block in the model's order, such as ["norm+mlp_act x 20", "none x 12"];
+    `description.recomputed` has the names."""
     attention: AttentionCore = "auto"
-    """The kernel of attention, and with it what keeps documents apart and windows narrow: sdpa (torch's own, under a mask of
-    S x S numbers), varlen (flash attention told where documents end), cudnn, flex (FlexAttention), flash-2, flash-3, flash-4
-    (the flash-attn packages); `description.attention_cores` says what each can do. fastest: all that can are timed at the run's
-    shapes, once. auto: so on CUDA; on the CPU sdpa."""
+    """Attention kernel, which also implements document masks and sliding windows: sdpa (PyTorch's, with a mask of S x S
+    elements), varlen (flash attention with document boundaries), cudnn, flex (FlexAttention), flash-2, flash-3, flash-4 (the
+    flash-attn packages); `description.attention_cores` lists what each supports. fastest: all that apply are timed once at the
+    run's shapes. auto: fastest on CUDA, sdpa on the CPU."""
     precision: Precision = "fp32"
     """Dtype of the forward and backward passes. All but fp64 keep parameters, gradients and optimizer state in fp32. mxfp8 and
-    nvfp4 have scales of their own for blocks of 32 and 16 numbers: Blackwell computes with them, and they are planned only."""
+    nvfp4 have a scale for each block of 32 and 16 elements: Blackwell computes with them, and they are planned only."""
     fp8_scaling: Fp8Scaling = "row"
-    """Scales of fp8: one for each row (token, output feature), or one for each tensor, of the values at hand; or one for each
-    tensor from the largest magnitudes of earlier steps (delayed). Read only if precision = "fp8"."""
+    """Granularity of fp8 scales: row, one per row (token, output feature), or tensor, one per tensor, both from current values;
+    delayed, one per tensor from the amax of earlier steps. Read only if precision = "fp8"."""
     fp8_amax_history_len: int = 16
-    """Steps whose largest magnitudes (amax) are kept. Read only if fp8_scaling = "delayed"."""
+    """Number of steps whose amax (largest magnitude) is kept. Read only if fp8_scaling = "delayed"."""
     fp8_amax_compute_algo: Literal["max", "most_recent"] = "max"
-    """Magnitude behind a scale: the largest of the history, or that of the last step. Read only if fp8_scaling = "delayed"."""
+    """Amax behind a scale: the largest of the history, or that of the last step. Read only if fp8_scaling = "delayed"."""
     fp8_keep_blocks: int = 0
     """Number of first blocks, and of last blocks, that compute in bf16. Read only if precision is fp8, mxfp8 or nvfp4."""
     fp8_all_gather: bool = False
-    """Parameters are quantized before their all-gather, so that they travel and stay unsharded in 8 or 4 bits instead of 16,
-    with the same results. Read only if precision is fp8, mxfp8 or nvfp4, and with a ZeRO stage."""
+    """Quantize parameters before their all-gather: they are sent and stay unsharded in 8 or 4 bits instead of 16, with the same
+    results. Read only if precision is fp8, mxfp8 or nvfp4, and with a ZeRO stage."""
     reduce_dtype: Precision | None = None
-    """Dtype in which gradients are reduced over ranks. None: fp32, or fp64 when `precision` is."""
+    """Dtype in which gradients are reduced over ranks. None: fp32, or fp64 if `precision` is fp64."""
     layers_per_bucket: int = 1
-    """Decoder blocks whose parameters are gathered, and gradients reduced, in one collective."""
+    """Decoder blocks per bucket: their parameters are all-gathered, and gradients reduced, in one collective."""
     tp: int = 1
-    """Tensor parallelism: ranks that cut every matrix product between them."""
+    """Tensor-parallel degree: ranks that shard every GEMM."""
     sequence_parallel: bool = True
-    """Norms and residuals are sharded along the sequence over tp (Korthikanti et al. 2022). Read only if tp > 1."""
+    """Sequence parallelism: norms and residuals are sharded along the sequence over tp (Korthikanti et al. 2022). Read only if
+    tp > 1."""
     tp_overlap: bool = False
-    """GEMMs of tp overlap with their all-gather and reduce-scatter: they begin with local positions, and send rows as they are
-    done (torch's symmetric memory). Needs sequence_parallel, CUDA, and the ranks of tp in one node. Read only if tp > 1."""
+    """Overlap the GEMMs of tp with their all-gather and reduce-scatter: a GEMM begins with local positions, and sends rows as
+    they are finished (PyTorch's symmetric memory). Needs sequence_parallel, CUDA, and all ranks of tp in one node. Read only if
+    tp > 1."""
     cp: int = 1
-    """Context parallelism: ranks that cut every sequence between them."""
+    """Context-parallel degree: ranks that shard every sequence."""
     cp_method: CpMethod = "ring"
-    """Exchange by which all queries meet all keys and values. Read only if cp > 1."""
+    """Method by which all queries meet all keys and values. Read only if cp > 1."""
     cp_heads: int = 1
-    """For cp_method = "ring+all-to-all": neighbours that swap sequence for heads; rings join cp / cp_heads groups of them."""
+    """For cp_method = "ring+all-to-all": neighbouring ranks that exchange sequence for heads in an all-to-all; rings join cp /
+    cp_heads such groups."""
     pp: int = 1
-    """Pipeline parallelism: ranks that cut the layers between them."""
+    """Pipeline-parallel degree: ranks that share the layers."""
     virtual_stages: int = 1
-    """Stages on each pipeline rank; the model is cut into pp * virtual_stages."""
+    """Virtual pipeline stages per rank (interleaving); the model is split into pp * virtual_stages stages."""
     schedule: str = USUAL
-    """Order of the pipeline's passes: a name of `SCHEDULES`, or the path of a file of actions. Read only if pp > 1."""
+    """Pipeline schedule, the order of passes: a name in `SCHEDULES`, or the path of a file of actions. Read only if pp > 1."""
     pipeline_runtime: PipelineRuntime = "ultrascale"
-    """Executor of the schedule: this package's, or the runtime of torch.distributed.pipelining. Passes, messages, results and
-    memory are the same. Read only if pp > 1."""
+    """Runtime that executes the schedule: this package's, or torch.distributed.pipelining. Passes, messages, results and memory
+    are the same. Read only if pp > 1."""
     layers_per_stage: tuple[int, ...] | None = None
-    """Decoder blocks of each of the pp * virtual_stages stages, in the model's order. None: as even as can be."""
+    """Decoder blocks in each of the pp * virtual_stages stages, in the model's order. None: split as evenly as possible."""
     ep: int = 1
-    """Expert parallelism: groups of ranks that share the experts between them."""
+    """Expert-parallel degree: groups of ranks that share the experts."""
     expert_tp: int = 1
-    """Ranks that cut each expert's matrix products between them."""
+    """Tensor-parallel degree of the experts: ranks that shard each expert's GEMMs."""
     partition_checkpoints: bool = False
-    """Each rank of tp keeps its positions of the input of a fully recomputed block, all-gathered in the backward pass. For tp
-    without sequence parallelism, which shards that input already."""
+    """Each rank of tp saves its own positions of the input of a fully recomputed block, which is all-gathered in the backward
+    pass. For tp without sequence parallelism, which shards that input already."""
     mlp_chunks: int = 1
-    """Pieces in which dense feed-forward layers take the tokens of a micro-batch, forward and, computed again, backward."""
+    """Chunks of a micro-batch's tokens in dense feed-forward layers, in the forward pass and, recomputed, in the backward
+    pass."""
     offload_activations: bool = False
-    """Activations saved for the backward pass wait in the host's memory."""
+    """Keep activations saved for the backward pass in host memory."""
     offload_optimizer: bool = False
-    """Optimizer state and master parameters live, and are updated, in the host's memory."""
+    """Keep and update optimizer state and master parameters in host memory."""
 
     @property
     def world_size(self) -> int:
-        """Processes of the run."""
+        """Number of processes of the run."""
         return self.dp * self.tp * self.cp * self.pp
 
     @property
     def axes_words(self) -> str:
-        """Axes that are cut, and what pp and cp go by: `dp16 tp2 pp2 interleaved x4`; empty for one rank."""
+        """Axes with a degree above 1, with the schedule of pp and the method of cp: `dp16 tp2 pp2 interleaved x4`; empty for
+        one rank."""
         names = {"dp": "dp", "tp": "tp", "cp": "cp", "pp": "pp", "ep": "ep", "expert_tp": "etp"}
         axes = [f"{short}{getattr(self, name)}" for name, short in names.items() if getattr(self, name) > 1]
         if self.pp > 1:
@@ -164,41 +172,42 @@ class Layout:
 
     @property
     def zero_words(self) -> str:
-        """`ZeRO 1`; `ZeRO 1/4` where dp holds several copies of what four ranks share."""
+        """`ZeRO 1`; `ZeRO 1/4` if dp has several replicas, each sharded over four ranks."""
         return f"ZeRO {self.zero_stage}" + (f"/{self.shard_size}" if self.zero_stage and self.dp_replicate > 1 else "")
 
     @property
     def num_stages(self) -> int:
-        """Stages that the pipeline cuts the model into."""
+        """Number of stages into which the pipeline splits the model."""
         return self.pp * self.virtual_stages
 
     @property
     def known_schedule(self) -> KnownSchedule | None:
-        """Facts of the pipeline's schedule; None: there is no pipeline, or its actions are a file's."""
+        """Facts of the pipeline's schedule; None if there is no pipeline, or if its actions come from a file."""
         return SCHEDULES.get(self.schedule) if self.pp > 1 else None
 
     @property
     def cp_grid(self) -> tuple[int, int]:
-        """(places of the ring, ranks at each place that swap sequence for heads); rank i of cp is at place i // heads."""
+        """(positions in the ring, ranks at each position that exchange sequence for heads); rank i of cp is at position i //
+        heads."""
         heads = min(self.cp, {"all-to-all": self.cp, "ring+all-to-all": self.cp_heads}.get(self.cp_method, 1))
         return self.cp // heads, heads
 
     @property
     def expert_dp(self) -> int:
-        """Ranks of a pipeline stage that hold the same experts."""
+        """Expert data-parallel degree: ranks of a pipeline stage that hold the same experts."""
         return self.dp * self.cp * self.tp // (self.ep * self.expert_tp)
 
     @property
     def expert_shard_size(self) -> int:
-        """Ranks that hold one copy of an expert's training state together: at most as many as for other weights."""
+        """Ranks that shard one copy of an expert's training state: at most as many as for other weights."""
         return 1 if self.zero_stage == 0 else gcd(self.expert_dp, self.shard_size * self.cp)
 
     def group(self, axis: Axis) -> tuple[int, int]:
         """(size, stride) of a group of ranks: its members are `stride` apart.
 
-        dp: all ranks that reduce one gradient, cp included; shard and replicate: its parts that cut, and repeat, the training
-        state; pp: two neighbours; expert_dp: the ranks that reduce one expert's gradient; expert_shard: its part that cuts the
-        training state.
+        dp: all ranks that reduce one gradient, cp included; shard and replicate: its subgroups that shard, and replicate, the
+        training state; pp: two neighbours; expert_dp: the ranks that reduce one expert's gradient; expert_shard: its subgroup
+        that shards the training state.
         """
         shard = 1 if self.zero_stage == 0 else self.shard_size * self.cp
         return {
@@ -216,19 +225,19 @@ class Layout:
 
     @property
     def shard_size(self) -> int:
-        """Ranks that hold one copy of the training state together."""
+        """Ranks that shard one copy of the training state."""
         if self.dp_shard is not None:
             return self.dp_shard
         return 1 if self.zero_stage == 0 else self.dp
 
     @property
     def dp_replicate(self) -> int:
-        """Copies of the training state."""
+        """Number of replicas of the training state."""
         return self.dp // self.shard_size
 
     @property
     def master_dtype(self) -> Precision:
-        """Dtype of parameters between steps, of accumulated gradients, and of the optimizer's state."""
+        """Dtype of parameters between steps, of accumulated gradients, and of optimizer state."""
         return "fp64" if self.precision == "fp64" else "fp32"
 
     @property
@@ -236,11 +245,11 @@ class Layout:
         return self.reduce_dtype or self.master_dtype
 
     def block_recompute(self, layer: int) -> BlockRecompute | None:
-        """Recomputation of block `layer` (counted from zero) in its backward pass; None: nothing is recomputed."""
+        """Recomputation of block `layer` (counted from zero) in its backward pass; None if nothing is recomputed."""
         assert self.recompute != "auto", "auto is resolved first: plan.recompute_choice"
         if self.recompute == "blocks":
             modes = modes_of(self.recompute_blocks)
-            return parse_mode(modes[min(layer, len(modes) - 1)])  # multi-token prediction: as the last block
+            return parse_mode(modes[min(layer, len(modes) - 1)])  # multi-token prediction blocks: as the last block
         if self.recompute == "every-k":
             return FULL if layer % self.recompute_every == 0 else None
         return parse_mode(self.recompute)
@@ -251,7 +260,7 @@ class Layout:
         return recomputation is not None and recomputation.whole
 
     def problems(self) -> list[Problem]:
-        """Every rule the fields break, with keys relative to `layout`."""
+        """Every broken rule, with keys relative to `layout`."""
         rule_problems: list[Problem] = []
         for key, (low, high) in RANGES.items():
             value = getattr(self, key)
@@ -360,7 +369,7 @@ class Layout:
 
     def _virtual_stages_problem(self) -> tuple[str, str] | None:
         if (known := self.known_schedule) is None:
-            return None  # a file says itself which stages a rank holds
+            return None  # a file defines which stages each rank holds
         required, virtual_stages = known.virtual_stages, self.virtual_stages
         if required is None:
             remedy = f'Use 2 or more, or schedule = "{USUAL}".'

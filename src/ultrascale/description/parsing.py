@@ -1,6 +1,7 @@
-"""JSON and TOML that people or strangers wrote. The standard library's parsers also end in RecursionError for deep nesting and
-in a bare ValueError for integers of thousands of digits, and hand on those that no float can hold; here everything that is
-wrong with a text is a ValueError."""
+"""JSON and TOML from untrusted sources. The standard library's parsers also raise RecursionError for deep nesting and a bare
+ValueError for integers of thousands of digits, and return integers that no float can hold; here, every error in a text is a
+ValueError.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from typing import Any
 
 MIB = 1 << 20
 MOST_TOML, MOST_JSON = MIB, 16 * MIB
-"""Letters of a description; the largest in use have a hundredth."""
+"""Most characters of a description; the largest in use have a hundredth of that."""
 MOST_KEY_PARTS = 100
 MOST_DIGITS = 40
 """Most digits of an integer. The longest in use is transformers' 10^30, for a tokenizer without a limit."""
@@ -26,8 +27,8 @@ _LONG = f"must be a number of at most {MOST_DIGITS} digits"
 
 
 def read_bounded(path: Path, most: int, *, encoding: str = "utf-8") -> str:
-    """The text of a file of at most `most` characters: a device, or another kind of file, would take all memory before it is
-    parsed. Raises OSError and UnicodeDecodeError."""
+    """Text of a file of at most `most` characters: reading a device or another kind of file would fill memory before parsing.
+    Raises OSError and UnicodeDecodeError."""
     with path.open(encoding=encoding) as file:
         text = file.read(most + 1)
     if len(text) > most:
@@ -36,13 +37,13 @@ def read_bounded(path: Path, most: int, *, encoding: str = "utf-8") -> str:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value of a JSON text. Raises ValueError (JSONDecodeError where there is a line to name) for any other text."""
+    """Value of a JSON text. Raises ValueError (JSONDecodeError if there is a line to name) for any other text."""
     return _parsed(lambda source: json.loads(source, parse_int=_whole_number), text)
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """The tables of a TOML text. Raises ValueError (TOMLDecodeError where there is a line to name) for any other text, and for
-    keys of hundreds of parts: the standard library keeps every beginning of a key, in memory that grows with the square."""
+    """Tables of a TOML text. Raises ValueError (TOMLDecodeError if there is a line to name) for any other text, and for keys of
+    hundreds of parts: the standard library stores every prefix of a key, in memory that grows quadratically."""
     if any(part.count(".") > MOST_KEY_PARTS for part in _BETWEEN_KEYS.split(text)):
         raise ValueError(_DEEP)
     values = _parsed(tomllib.loads, text)
@@ -59,7 +60,7 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def line_of(error: ValueError, where: object) -> str:
-    """`where:line`, if the error of `parse_json` has a line."""
+    """`where:line`, if the error from `parse_json` has a line."""
     return f"{where}:{error.lineno}" if isinstance(error, json.JSONDecodeError) else str(where)
 
 
@@ -77,7 +78,8 @@ def _parsed(parse: Callable[[Any], Any], text: Any) -> Any:
 
 
 def key_lines(text: str) -> dict[str, int]:
-    """The line of each dotted key of a TOML text. Good enough to point at: it reads line by line, not the grammar."""
+    """Line number of each dotted key in a TOML text. Good enough for error messages: it reads line by line, without the
+    grammar."""
     lines: dict[str, int] = {}
     table = ""
     for number, line in enumerate(text.split("\n"), start=1):

@@ -1,4 +1,4 @@
-"""Problems of a description, collected so that all of them are reported together."""
+"""Problems in a run's configuration, collected so that all of them are reported together."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 MOST_LETTERS = 1200
-"""Most characters of each part of a problem; a longer one quotes a long value, and is cut in the middle."""
+"""Most characters of each part of a problem; a longer one quotes a long value, and is shortened in the middle."""
 MOST_PROBLEMS = 100
-"""Problems of a description; a file of another kind has a million."""
+"""Most problems reported; a file of another kind has a million."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One mistake: the key it is about, the rule it breaks, and what to do."""
+    """One mistake: its key, the rule that is broken, and the remedy."""
 
     key: str
     """Dotted key (`layout.dp`), or a file with its line (`run.toml:12`)."""
     rule: str
-    """The rule that is broken, and the value given."""
+    """Broken rule, with the given value."""
     remedy: str
-    """Advice on how to correct it: a value, a key or a command."""
+    """Remedy: a value, a key or a command."""
     where: str = ""
-    """Origin of the value: a file with its line, `flag`, `default`."""
+    """Source of the value: a file with its line, `flag`, `default`."""
 
     def __post_init__(self) -> None:
-        """Shortens what quotes a long value in the middle."""
+        """Shorten long quoted values in the middle."""
         for name in ("key", "rule", "remedy", "where"):
             text = getattr(self, name)
             if len(text) > MOST_LETTERS:
@@ -38,7 +38,7 @@ class Problem:
 
 
 class SpecError(ValueError):
-    """The description is wrong. Carries every `Problem` found, not only the first; of thousands the first hundred."""
+    """Invalid configuration. Carries every `Problem` found, not only the first; of thousands, the first hundred."""
 
     def __init__(self, problems: Sequence[Problem]):
         more = len(problems) - MOST_PROBLEMS
@@ -48,5 +48,5 @@ class SpecError(ValueError):
 
 
 def mistake(key: str, rule: str, remedy: str, where: str = "") -> SpecError:
-    """The error of a single `Problem`."""
+    """A SpecError with a single `Problem`."""
     return SpecError([Problem(key, rule, remedy, where)])

@@ -1,4 +1,4 @@
-"""Sequences of each step: the batch ramp as a pure function of the step, so that a checkpoint needs no position in the data."""
+"""Sequences of each step. The batch-size ramp is a pure function of the step, so a checkpoint needs no position in the data."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ultrascale.description.run import Batch
 
 @dataclass(frozen=True)
 class StepSpan:
-    """The sequences of one optimizer step, by their global numbers."""
+    """Sequences of one optimizer step, by global number."""
 
     first_sequence: int
     num_sequences: int
@@ -20,7 +20,7 @@ class StepSpan:
         return range(self.first_sequence, self.first_sequence + self.num_sequences)
 
     def of_island(self, island: int, degrees: Sequence[int]) -> StepSpan:
-        """The share of an island, in proportion to its one of `degrees`, whose sum divides the sequences."""
+        """Share of one island, proportional to its entry in `degrees`, whose sum divides the number of sequences."""
         sequences_per_degree = self.num_sequences // sum(degrees)
         return StepSpan(
             self.first_sequence + sequences_per_degree * sum(degrees[:island]), sequences_per_degree * degrees[island]
@@ -28,9 +28,9 @@ class StepSpan:
 
 
 def step_span(batch: Batch, step: int) -> StepSpan:
-    """The sequences of `step` (counted from zero), ramp included.
+    """Sequences of `step` (counted from zero), including the batch-size ramp.
 
-    A stretch of the ramp ends with the first step that reaches its `until_tokens`.
+    A stage of the ramp ends with the first step that reaches its `until_tokens`.
     """
     first_step = first_sequence = 0
     for stage in batch.ramp:
@@ -44,10 +44,10 @@ def step_span(batch: Batch, step: int) -> StepSpan:
 
 
 def sequences_after(batch: Batch, steps: int) -> int:
-    """Sequences trained on once `steps` steps are done; also how many a run of that length reads."""
+    """Sequences trained on after `steps` steps; also the number that a run of that length reads."""
     return step_span(batch, steps).first_sequence
 
 
 def tokens_after(batch: Batch, steps: int) -> int:
-    """Tokens trained on once `steps` steps are done, counting every position of every sequence."""
+    """Tokens trained on after `steps` steps, counting every position of every sequence."""
     return sequences_after(batch, steps) * batch.sequence_length

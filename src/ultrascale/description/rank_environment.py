@@ -1,7 +1,7 @@
 """Environment variables by which torchrun gives a process its rank, the world size and the rendezvous address.
 
-Schedulers and scripts set the same variables, sometimes half of them. A rank that is not one of the world, or a number that is
-none, would end in a traceback or let all others wait for it, so both are reported before anything starts.
+Schedulers and scripts set the same variables, sometimes only some of them. A rank outside the world, or a value that is not a
+number, would end in a traceback or make all other ranks wait, so both are reported before anything starts.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ LAST_PORT = 65535
 
 
 def env_rank(environment: Mapping[str, str]) -> int:
-    """The rank that `environment` names; 0 where it names none."""
+    """Rank given by `environment`; 0 if it has none."""
     return _number(environment.get("RANK", "0")) or 0
 
 
 def env_world_size(environment: Mapping[str, str]) -> int:
-    """The number of ranks that `environment` names; 1 where it names none."""
+    """Number of ranks given by `environment`; 1 if it has none."""
     return _number(environment.get("WORLD_SIZE", "1")) or 1
 
 
 def expect_rank_environment(environment: Mapping[str, str], *, with_address: bool = True) -> None:
-    """Raise SpecError for every variable that is missing or cannot be meant. `with_address`: the ranks meet where it says."""
+    """Raises SpecError for every variable that is missing or invalid. `with_address`: the rendezvous address is required
+    too."""
     problems = [Problem(f"{name} (environment)", rule, REMEDY) for name, rule in _mistakes(environment, with_address)]
     if problems:
         raise SpecError(problems)

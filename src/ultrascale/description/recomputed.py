@@ -1,26 +1,25 @@
-"""Recomputation of a block's activations in its backward pass, in words. `work.recompute` has what stays, and the price.
+"""Names of recomputation modes of a block's activations. What is saved, and the cost, are in `work.recompute`.
 
     none, full   nothing; the whole block from its input
     MODULES      named parts, joined by +, such as `norm+moe_act`: their results are freed, and recomputed when needed
-    selective    the modules that save most a second, chosen for the model at hand (`work.recompute.selective_modules`)
+    selective    the modules that save most bytes per second, chosen for the model (`work.recompute.selective_modules`)
 
-The names are those of Megatron-Core's --recompute-modules, and two (*) for what that has no name for:
+The names are those of Megatron-Core's --recompute-modules, with two additions (*):
 
     norm            norms before the halves of the block              mlp     gate and up of a dense layer, and what is between
-    mlp_act *       activation functions of dense and shared layers   moe     the whole layer of experts, its messages too
+    mlp_act *       activation functions of dense and shared layers   moe     the whole layer of experts, with its messages
     moe_act         those of routed experts                           shared_experts   gate and up of the shared expert
-    moe_permute *   rows of tokens by expert, of experts that are     core_attn        what queries gather
+    moe_permute *   rows of tokens by expert, of experts that are     core_attn        attention's output
                     all on their tokens' rank                         mla_up_proj      queries, keys and values of latents
 
-The older way names what is kept, operation by operation: all results of products and attention but those of some kinds.
+The older form works operation by operation: results of GEMMs and attention are kept, but for those of the named kinds.
 
-    selective+KIND   qkv         queries, keys and values of the block's input   attention   what queries gather
-                     output      attention's product back to the stream          mlp         gate and up
-                     down        the product back to the stream from the MLP     experts     gate and up of routed experts
+    selective+KIND   qkv         projections to queries, keys and values         attention   attention's output
+                     output      output projection of attention                  mlp         gate and up
+                     down        down projection of the MLP                      experts     gate and up of routed experts
 
-What is not named stays there: choices of experts, and what came over the network between them. Without tp nobody needs the
-result of `down`, and torch stops before it would make it again.
-A whole model is listed in order, equal blocks together: ["norm+moe_act x 20", "none x 12"].
+Other results are kept: routing decisions, and tensors received over the network. Without tp the result of `down` is not needed,
+and torch stops before recomputing it. A model is listed in order, equal blocks joined: ["norm+moe_act x 20", "none x 12"].
 """
 
 from __future__ import annotations
@@ -42,15 +41,15 @@ MODULES = {
     "mlp": "gate and up",
     "moe": "layers of experts",
 }
-"""By name, what is made again, in words."""
+"""Descriptions of recomputed parts, by name."""
 SPELLINGS = {"layernorm": "norm"}
-"""Megatron-Core's names for modules of ours."""
+"""Other names in Megatron-Core for modules of this package."""
 SELECTIVE_MODULES = "selective"
-"""In the place of modules that the model decides."""
+"""Placeholder for the modules that are chosen for the model."""
 
 
 class BlockRecompute(NamedTuple):
-    """Recomputation of one block; None stands for a block without any. Neither `whole` nor by modules: every result is
+    """Recomputation of one block; None stands for a block without any. If neither `whole` nor by modules, every result is
     recomputed but those of GEMMs and attention."""
 
     whole: bool
@@ -59,9 +58,10 @@ class BlockRecompute(NamedTuple):
     modules: frozenset[str] = frozenset()
     """Names from `MODULES`, or `SELECTIVE_MODULES` alone."""
     as_megatron: bool = False
-    """True for modules as Megatron has them: attention's core is its kernel alone, and what that made stays, for the projection
-    behind it reads it; what a product reads of a module is rounded once more with it. Ours: what swaps or repeats heads around
-    the core is of it, its result goes too, and what products read is kept as they rounded it."""
+    """True for modules as in Megatron: core attention is the kernel alone, and its output is kept, since the projection behind
+    it reads it; a module's result that a GEMM reads is rounded again when recomputed. False, as in this package: operations
+    around the core that exchange or repeat heads belong to it, its output is freed too, and inputs of GEMMs are kept as
+    rounded."""
 
 
 ELEMENTWISE, SELECTIVE, FULL = (
@@ -74,7 +74,7 @@ _PLAIN: dict[str, BlockRecompute | None] = {"none": None, "selective": SELECTIVE
 
 @lru_cache(maxsize=1024)
 def parse_mode(text: str) -> BlockRecompute | None:
-    """One block's. Raises ValueError, saying what is wrong."""
+    """Recomputation of one block. Raises ValueError that names the mistake."""
     first, *kinds = text.split("+")
     first = SPELLINGS.get(first, first)
     if first in MODULES:
@@ -102,31 +102,31 @@ def is_modules(text: str) -> bool:
 
 
 def megatron_modules(text: str) -> list[str]:
-    """Names of the modules of `text` for Megatron-Core's --recompute-modules."""
+    """Modules in `text`, by the names of Megatron-Core's --recompute-modules."""
     back = {ours: theirs for theirs, ours in SPELLINGS.items()}
     return [back.get(name, name) for name in modules_name(modules_named(text)).split("+")]
 
 
 def modules_named(text: str) -> frozenset[str]:
-    """The modules of `text`, which names some."""
+    """Modules in `text`, which must name some."""
     return (parse_mode(text) or ELEMENTWISE).modules
 
 
 def mode_name(kinds: Iterable[str]) -> str:
-    """`selective` with these kinds, always in the same order."""
+    """Name of `selective` with these kinds, always in the same order."""
     named = set(kinds)
     return "+".join(["selective", *(kind for kind in KINDS if kind in named)])
 
 
 def modules_name(modules: Iterable[str]) -> str:
-    """These modules joined, always in the same order; `none` without any."""
+    """Names of these modules joined, always in the same order; `none` if empty."""
     named = set(modules)
     return "+".join(name for name in MODULES if name in named) or "none"
 
 
 @lru_cache(maxsize=256)
 def modes_of(blocks: tuple[str, ...]) -> tuple[str, ...]:
-    """One mode per block, of texts such as `selective+mlp x 20` and `none`. Raises ValueError, saying what is wrong."""
+    """One mode per block, from texts such as `selective+mlp x 20` and `none`. Raises ValueError that names the mistake."""
     modes: list[str] = []
     for text in blocks:
         mode, times, count = (part.strip() for part in text.partition(" x "))
@@ -138,6 +138,6 @@ def modes_of(blocks: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def blocks_text(modes: Sequence[str]) -> tuple[str, ...]:
-    """The reverse of `modes_of`: equal neighbours together."""
+    """Inverse of `modes_of`: equal neighbours are joined."""
     counted = ((mode, len(list(same))) for mode, same in groupby(modes))
     return tuple(mode if count == 1 else f"{mode} x {count}" for mode, count in counted)

@@ -1,4 +1,4 @@
-"""A run: everything that decides what a training run computes, as plain data.
+"""A run: all settings that decide what a training run computes, as plain data.
 
 Read from one TOML by `config.resolve`; the field names here are its keys, section by section.
 """
@@ -16,23 +16,23 @@ from ultrascale.description.sections.trackers import Log
 
 @dataclass(frozen=True)
 class RampStage:
-    """A stretch of the run with its own batch size."""
+    """A stage of the batch-size ramp."""
 
     until_tokens: int
-    """The stretch ends when this many tokens have been trained on (the step that reaches it is the last)."""
+    """The stage ends when this many tokens have been trained on; the step that reaches it is the last."""
     sequences_per_batch: int
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The global batch: what one optimizer step sees, whatever the layout."""
+    """The global batch: all sequences of one optimizer step, independent of the layout."""
 
     sequence_length: int = 1024
-    """Tokens of a sequence that are predicted (one more is read)."""
+    """Sequence length: tokens per sequence that are predicted (one more is read)."""
     sequences_per_batch: int = 8
-    """Sequences in one step over all ranks and micro-batches. In TOML and flags `tokens_per_batch` may stand instead."""
+    """Global batch size: sequences per step over all ranks and micro-batches. TOML and flags also take `tokens_per_batch`."""
     ramp: tuple[RampStage, ...] = ()
-    """Smaller batches first (GPT-3, Llama 3, DeepSeek): stretches in order of `until_tokens`, then `sequences_per_batch`."""
+    """Batch-size ramp (GPT-3, Llama 3, DeepSeek): stages in order of `until_tokens`, followed by `sequences_per_batch`."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,9 @@ class Source:
     """One prepared corpus and its share of the batch."""
 
     path: str
-    """Folder made by `ultrascale data prepare`, or a Megatron prefix (`x` for `x.bin` and `x.idx`)."""
+    """Folder written by `ultrascale data prepare`, or a Megatron prefix (`x` for `x.bin` and `x.idx`)."""
     weight: float = 1.0
-    """Share of the sequences, relative to the other sources."""
+    """Relative share of the sequences."""
 
 
 @dataclass(frozen=True)
@@ -50,14 +50,14 @@ class Data:
     """Training and validation data. The order of sequences is a pure function of (seed, step)."""
 
     sources: tuple[Source, ...] = ()
-    """Corpora to train on, each with its share of the sequences."""
+    """Training corpora, each with its share of the sequences."""
     validation: tuple[Source, ...] = ()
-    """Held-out corpora for `evaluation`; measured separately, weights unused. Not written: see `evaluation.every_steps`."""
+    """Validation corpora, each measured separately; weights are not used. If omitted, see `evaluation.every_steps`."""
     document_mask: bool = True
-    """Documents packed into one sequence do not see each other: attention stays inside a document, positions restart, and the
-    last token of a document predicts nothing. False: one stream of tokens."""
+    """Intra-document masking: attention stays within a document packed into a sequence, positions restart at each document, and
+    the last token of a document predicts nothing. False: one stream of tokens."""
     tokenizer: str | None = None
-    """`tokenizer.json` kept with checkpoints and exports. None: the one in the first source's folder, if there."""
+    """`tokenizer.json` that is kept with checkpoints and exports. None: the one in the first source's folder, if any."""
 
 
 @dataclass(frozen=True)
@@ -65,20 +65,20 @@ class Optimizer:
     """Optimizer, learning rate schedule, and gradient clipping."""
 
     name: Literal["adamw", "adamw-bf16", "adamw-8bit", "muon"] = "adamw"
-    """adamw: Loshchilov and Hutter 2019. adamw-bf16, adamw-8bit: its moments kept in bf16, or in 8 bits with a scale for every
-    256, rounded stochastically. muon: hidden matrices by Jordan et al. 2024, all else by adamw."""
+    """adamw: Loshchilov and Hutter 2019. adamw-bf16, adamw-8bit: its moments in bf16, or in 8 bits with a scale per 256
+    elements, rounded stochastically. muon: hidden matrices by Jordan et al. 2024, all other parameters by adamw."""
     learning_rate: float = 3e-4
-    """The peak."""
+    """Peak learning rate."""
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
-    """After warm-up: cosine or linear down to `min_learning_rate_ratio`; wsd stays at the peak and goes down linearly over the
-    last `decay_steps`; constant stays."""
+    """Learning rate after warm-up. cosine, linear: decays to `min_learning_rate_ratio`; wsd: stays at the peak and decays
+    linearly over the last `decay_steps`; constant: stays at the peak."""
     warmup_steps: int = 0
-    """The learning rate rises from 0 to its peak over so many steps. Where neither this nor `decay_steps` is written, `train`
-    takes a twentieth of the run, at most 2000."""
+    """Steps over which the learning rate rises from 0 to its peak. If neither this nor `decay_steps` is set, `train` uses a
+    twentieth of the run, at most 2000."""
     decay_steps: int | None = None
     """wsd: steps of the final decay. None: a tenth of the run."""
     min_learning_rate_ratio: float = 0.1
-    """The learning rate at the end, as a share of the peak."""
+    """Final learning rate as a fraction of the peak."""
     momentum: float = 0.95
     """Momentum of Muon, for hidden matrices. Read only if name = "muon"."""
     beta1: float = 0.9
@@ -86,11 +86,11 @@ class Optimizer:
     beta2: float = 0.95
     """Decay rate of AdamW's running mean of squared gradients (second moment)."""
     eps: float = 1e-8
-    """Added to the root of AdamW's mean of squares."""
+    """Epsilon, added to the root of AdamW's second moment."""
     weight_decay: float = 0.1
-    """Applied to matrices, not to norms and biases."""
+    """Weight decay of matrices; norms and biases have none."""
     clip_grad_norm: float | None = 1.0
-    """Gradients are scaled down to this global 2-norm. None: no clipping."""
+    """Gradients are scaled down to this global L2 norm. None: no clipping."""
 
 
 @dataclass(frozen=True)
@@ -98,71 +98,71 @@ class LossScale:
     """Dynamic loss scale (`train.optimizers.loss_scale`). Read only if layout.precision = "fp16"."""
 
     initial: float = 65536.0
-    """At the first step. This and the two factors are powers of two, so that scaling rounds nothing."""
+    """Scale at the first step. It and both factors are powers of two, so that scaling does not round."""
     growth_steps: int = 2000
-    """Updates without an overflow after which the scale grows."""
+    """Updates without overflow after which the scale grows."""
     growth_factor: float = 2.0
     """Factor by which the scale grows."""
     backoff_factor: float = 0.5
-    """On the scale after an overflow, whose step updates nothing."""
+    """Factor applied to the scale after an overflow; that step updates nothing."""
     lowest: float = 1.0
-    """An overflow that asks for less ends the run: its gradients are not small but wrong."""
+    """Lowest scale: an overflow that needs a lower one ends the run, since its gradients are wrong rather than small."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Checkpoints: when they are saved, where, and how many stay."""
+    """Checkpoints: when and where they are saved, and how many are kept."""
 
     every_steps: int | None = 100
     """Save after each multiple of this many steps. None: only at the end and on SIGTERM or Ctrl-C."""
     keep: int = 2
-    """Newest valid checkpoints that stay; older ones are removed. 0 keeps all."""
+    """Number of newest valid checkpoints to keep; older ones are deleted. 0 keeps all."""
     keep_every_steps: int | None = None
-    """Checkpoints of these steps stay for ever."""
+    """Checkpoints at multiples of this many steps are never deleted."""
     asynchronous: bool = False
-    """Copy to memory, train on, write in the background."""
+    """Copy the state to memory, continue training, and write in the background."""
     store: str | None = None
-    """Keep the run here too: `s3://BUCKET/PREFIX`, `gs://`, `az://`, `hf://USER/NAME`, `file://` or a folder. Each checkpoint
-    is uploaded behind training once it is on disk under `folder`, and a machine whose disk is empty goes on from here.
+    """Also keep the run here: `s3://BUCKET/PREFIX`, `gs://`, `az://`, `hf://USER/NAME`, `file://` or a folder. Each checkpoint
+    is uploaded in the background once it is on disk under `folder`, and a machine with an empty disk resumes from here.
     Credentials come from the environment. None: on disk only."""
     failures_allowed: int = 10
-    """Saves in a row that the disk may refuse and the run goes on, told and tried again after a tenth of `every_steps`. 0: the
-    first ends it."""
+    """Consecutive failed saves that the run survives; each is reported and tried again after a tenth of `every_steps`. 0: the
+    first failure ends the run."""
     export: bool = True
-    """Write a Hugging Face folder at the end of the run."""
+    """Export a Hugging Face folder at the end of the run."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Loss on held-out text."""
+    """Loss on validation data."""
 
     every_steps: int | None = None
-    """None: never. Where neither this nor `data.validation` is written and `data prepare` held text out, `train` takes a tenth
-    of the run."""
+    """Steps between evaluations. None: never. If neither this nor `data.validation` is set and `data prepare` held out text,
+    `train` uses a tenth of the run."""
     sequences: int = 32
-    """Sequences of each validation source, always the same ones."""
+    """Sequences of each validation source; the same ones at every evaluation."""
 
 
 @dataclass(frozen=True)
 class Faults:
-    """Detection of hangs, anomalies, corrupted state and stragglers, and the response."""
+    """Detection of and response to hangs, anomalies, corrupted state and stragglers."""
 
     hang_seconds: float | None = 90.0
-    """A rank that gives no sign of life for so long hangs: it is named with its stack, and killed. A part of a step that is
-    slow by nature may take ten times the longest one so far. Less than a stop has to save in (120 s). None: nobody looks."""
+    """A rank without a sign of life for this long hangs: it is reported with its stack, and killed. Phases that are slow by
+    nature may take ten times their longest so far. Less than the time to save at a stop (120 s). None: not detected."""
     on_anomaly: Literal["stop", "skip", "rewind"] = "stop"
-    """A loss or gradient that is not finite, or a spike: end the run; update nothing in that step; or go back to the newest
-    checkpoint and do it once more, and skip it if that does not help. Replicas that differ: rewind goes back, others end."""
+    """Response to a non-finite or spiking loss or gradient: end the run; skip the update; or rewind to the newest checkpoint,
+    repeat the step, and skip it if that does not help. If replicas differ, rewind goes back; the others end the run."""
     spike_factor: float | None = None
-    """A gradient norm of more than so many times the median of the last 64 is an anomaly. None: only what is not finite."""
+    """A gradient norm above this multiple of the median of the last 64 is an anomaly. None: only non-finite values are."""
     digest_every_steps: int | None = 100
-    """Compare the bits of weights and optimizer state between ranks that hold the same after so many steps, and before each
-    save. None: never."""
+    """After each multiple of this many steps, and before each save, compare the bits of weights and optimizer state between
+    replicas. None: never."""
     repeat_every_steps: int | None = None
-    """Compute the gradient of each multiple of so many steps twice, and compare the bits, on CPUs. It costs those steps' passes
-    once more. None: never."""
+    """At each multiple of this many steps, compute the gradient twice and compare the bits, on CPUs. It doubles the passes of
+    those steps. None: never."""
     straggler_steps: int | None = 4
-    """Steps in a window of which ranks compare their own speed; one that is slow three times in a row is named. None: never."""
+    """Steps per window over which ranks compare speed; one that is slow three times in a row is reported. None: never."""
 
 
 @dataclass(frozen=True)
@@ -171,27 +171,27 @@ class Run:
 
     model: Model
     name: str = "run"
-    """The run's folder under `folder`; letters, digits, `.`, `_` and `-`."""
+    """Name of the run's folder under `folder`; letters, digits, `.`, `_` and `-`."""
     folder: str = "out"
-    """Folder in which run folders are made."""
+    """Folder for run folders."""
     steps: int = 100
     """Optimizer steps of the run."""
     seed: int = 0
-    """Seed of initial weights, the order of the data, and dropout."""
+    """Seed of initial weights, data order, and dropout."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: CUDA when there is one."""
+    """auto: CUDA if available."""
     cluster: str = "auto"
-    """A name of the catalogue (`8xh100`, `64xa100-80`, `cpu`); auto: this machine."""
+    """Cluster in the catalogue (`8xh100`, `64xa100-80`, `cpu`); auto: this machine."""
     compile: bool = False
-    """torch.compile each decoder block."""
+    """Compile each decoder block with torch.compile."""
     kernels: Literal["auto", "torch", "triton", "liger"] = "auto"
-    """On CUDA without `compile`: norm, rotary positions, SwiGLU and loss as torch's operations, as our Triton kernels, or as
-    Liger's where it has one; auto: each as it is fastest at the run's shapes. The compiler fuses torch's itself."""
+    """On CUDA without `compile`: norms, RoPE, SwiGLU and loss as PyTorch operations, as this package's Triton kernels, or as
+    Liger's if it has one; auto: the fastest at the run's shapes. The compiler fuses PyTorch's operations itself."""
     deterministic: bool = False
-    """On CUDA the same bits every time, by kernels that add up in one order: slower. The CPU's bits are the same anyway."""
+    """Bit-identical results on CUDA, by kernels with a fixed order of summation: slower. The CPU's are bit-identical anyway."""
     collective_timeout_seconds: float = 100.0
-    """A collective of a step that takes longer ends the run with an error; the first step and what is slow by nature may take
-    more. Above `faults.hang_seconds`, so that the watchdog speaks first, and below the time that a stop has (120 s)."""
+    """Timeout of a collective, after which the run ends with an error; the first step and phases that are slow by nature may
+    take longer. Above `faults.hang_seconds`, so that the watchdog reports first, and below the time that a stop has (120 s)."""
     layout: Layout = field(default_factory=Layout)
     islands: Islands = field(default_factory=Islands)
     batch: Batch = field(default_factory=Batch)
@@ -205,22 +205,22 @@ class Run:
 
     @property
     def num_processes(self) -> int:
-        """Processes of all islands."""
+        """Number of processes over all islands."""
         return sum(self.worlds)
 
     @property
     def worlds(self) -> tuple[int, ...]:
-        """Ranks of each island."""
+        """Number of ranks of each island."""
         return tuple(self.layout.world_size // self.layout.dp * dp for dp in self.degrees)
 
     @property
     def degrees(self) -> tuple[int, ...]:
-        """Degree of data parallelism of each island; the batch is shared in proportion to it."""
+        """Data-parallel degree of each island; the batch is shared in proportion."""
         return self.islands.degrees(self.layout.dp)
 
 
 def run_of_island(run: Run) -> Run:
-    """Run of one island between two outer steps, of the layout's dp: its share of the batch, without the other islands."""
+    """Run of one island between two outer steps, with the layout's dp: its share of the batch, without the other islands."""
     dp, total_dp, batch = run.layout.dp, sum(run.degrees), run.batch
     ramp = tuple(
         RampStage(-(-stage.until_tokens * dp // total_dp), stage.sequences_per_batch * dp // total_dp) for stage in batch.ramp

@@ -1,4 +1,4 @@
-"""Pipeline schedules known by name, a row each: what rules, planner, trainer, check and page have to know of one.
+"""Known pipeline schedules, one row each: the facts that rules, planner, trainer, check and page need.
 
 Its order of passes is a function of `schedules.kinds`; a new schedule is such a function and a row here.
 
@@ -26,26 +26,29 @@ class KnownSchedule:
     builder: str
     """File of `schedules.kinds`, and its function."""
     virtual_stages: int | None = 1
-    """Stages of the model cut for one rank; None: two or more, and the builder takes the number."""
+    """Virtual pipeline stages per rank; None: two or more, and the builder takes the number."""
     placement: Placement = "around"
     splits_backward: Literal["", "all", "ends"] = ""
-    """Backward passes that are cut into I and W: none, all, or those that fill and drain two streams."""
+    """Backward passes that are split into input gradients (I) and weight gradients (W): none, all, or those that fill and drain
+    two streams."""
     pairs: bool = False
-    """A forward pass runs beside the backward pass of another micro-batch."""
+    """True if a forward pass runs beside the backward pass of another micro-batch."""
     forward_first: bool = False
-    """All losses are there before the first backward pass."""
+    """True if all forward passes precede the first backward pass."""
     in_rounds: bool = False
-    """As many micro-batches as there are ranks, or a few more, pass through a rank's stages together (`kinds.interleaved`)."""
+    """True if micro-batches pass through a rank's stages in rounds of as many as there are ranks, or a few more
+    (`kinds.interleaved`)."""
     warm_up: int = 1
-    """Micro-batches for each rank within which it fills and drains: between them it repeats itself."""
+    """Micro-batches per rank within which the schedule fills and drains; between them it repeats itself."""
     aliases: tuple[str, ...] = ()
-    """Names in papers and in other trainers."""
+    """Names in papers and in other frameworks."""
     pattern: str = ""
-    """Pattern of what published runs call it; of several that match the last row counts."""
+    """Pattern of the names in published runs; if several match, the last row counts."""
     torch: str = ""
     """Name in torch.distributed.pipelining, without `Schedule`."""
     inferior_to: str = ""
-    """A schedule that is at least as fast in no more memory, so that searches leave this one out; `because` says why."""
+    """A schedule that is at least as fast in no more memory, so that searches leave this one out; `because` gives the
+    reason."""
     because: str = ""
 
     @property
@@ -60,7 +63,7 @@ class KnownSchedule:
 
     @property
     def fills_from(self) -> int:
-        """Micro-batches for each rank below which a pipeline is never full; 0: it has no such limit."""
+        """Micro-batches per rank below which a pipeline is never full; 0: no such limit."""
         return 0 if self.placement == "around" else 2
 
     @property
@@ -70,11 +73,11 @@ class KnownSchedule:
         return passes * (self.virtual_stages or 1) * self.copies
 
     def stages_a_rank(self, virtual_stages: int) -> int:
-        """Stages that a micro-batch passes on a rank, `virtual_stages` where any number will do."""
+        """Stages that a micro-batch passes on a rank; `virtual_stages` if any number is allowed."""
         return self.virtual_stages or virtual_stages
 
     def stages_of_ranks(self, pp: int, num_stages: int) -> list[list[int]]:
-        """Stages that each rank holds."""
+        """Stages held by each rank."""
         if pp == 1 or self.placement == "around":
             return [list(range(rank, num_stages, pp)) for rank in range(pp)]
         return [[rank, num_stages - 1 - rank] for rank in range(pp)]
@@ -116,7 +119,7 @@ SCHEDULES = {
         ),
     )
 }  # fmt: skip
-"""By name. Of several that would do, whoever has to take one takes the first."""
+"""Schedules by name. If several are suitable, the first is chosen."""
 USUAL = next(iter(SCHEDULES))
 SCHEDULE_ALIASES = {
     alias: schedule.name
@@ -124,13 +127,13 @@ SCHEDULE_ALIASES = {
     for alias in (*schedule.aliases, schedule.torch.lower())
     if alias not in ("", schedule.name)
 }
-"""Names of schedules by the names that papers and other trainers have for them."""
+"""Schedule names by the names in papers and in other frameworks."""
 SCHEDULE_FILES = (".csv", ".json")
-"""Endings of files that hold the actions of a schedule."""
+"""File extensions of schedules given as actions."""
 
 
 def schedule_for(virtual_stages: int, placement: Placement = "around") -> str:
-    """The usual schedule of ranks that hold so many stages."""
+    """Default schedule of ranks with this many stages."""
     wanted_stages = virtual_stages if virtual_stages == 1 or placement != "around" else None
     return next(
         name

@@ -1,7 +1,7 @@
-"""Numbers with units: read what people write, print what people read. The only place with unit words.
+"""Numbers with units: parses user input and formats output. All unit names are defined here.
 
 Inside the program everything is bytes, seconds, FLOPs and tokens; `GiB` is 2^30 bytes and `GB` 10^9, `4M` tokens are 4,000,000
-and `4Mi` are 4 x 2^20. The length of a sequence, `128k`, is 131,072, as everybody says it.
+and `4Mi` are 4 x 2^20. A sequence length of `128k` is 131,072, by convention.
 """
 
 from __future__ import annotations
@@ -26,31 +26,32 @@ _NUMBER = re.compile(r"\s*(\d[\d_,]*(?:\.\d+)?(?:[eE][+-]?\d+)?|\.\d+)\s*(.*?)\s
 
 
 class UnitError(ValueError):
-    """A quantity that cannot be read; the message says what was expected."""
+    """A quantity that cannot be parsed; the message names what was expected."""
 
 
 def parse_tokens(text: str) -> int:
-    """Tokens of `4M`, `69B`, `1.5T`, `4Mi`, `4194304`, `4_194_304`. Raises UnitError."""
+    """Number of tokens: `4M`, `69B`, `1.5T`, `4Mi`, `4194304`, `4_194_304`. Raises UnitError."""
     return _whole(text, TOKENS, EXPECTED, "tokens")
 
 
 def parse_length(text: str) -> int:
-    """Tokens of a sequence: `8192`, `8k`, `128k`, `1M`, where k is 1024, as lengths of context are named. Raises UnitError."""
+    """Sequence length in tokens: `8192`, `8k`, `128k`, `1M`, where k is 1024, as usual for context lengths. Raises
+    UnitError."""
     return _whole(text, LENGTHS, "the length of a sequence, such as 8192, 8k or 128k", "tokens")
 
 
 def parse_count(text: str) -> int:
-    """`300`, `10k`, `1.5M`, of steps. Raises UnitError."""
+    """Number of steps: `300`, `10k`, `1.5M`. Raises UnitError."""
     return _whole(text, TOKENS, "a number, such as 300 or 10k", "steps")
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes of `20GiB` (binary), `16 GB` (decimal), `16e9`, `16000000000`. Raises UnitError."""
+    """Number of bytes: `20GiB` (binary), `16 GB` (decimal), `16e9`, `16000000000`. Raises UnitError."""
     return _whole(text, BYTES, EXPECTED_BYTES, "bytes")
 
 
 def parse_seconds(text: str) -> int:
-    """Seconds of `24h`, `1d12h`, `90m`, `1h30m`, `45s`; a number alone has no unit. Raises UnitError."""
+    """Duration in seconds: `24h`, `1d12h`, `90m`, `1h30m`, `45s`; a number without a unit is an error. Raises UnitError."""
     parts = re.findall(r"(\d{1,9})\s*([a-z]+)", text.strip())
     is_complete = "".join(f"{number}{unit}" for number, unit in parts) == re.sub(r"\s", "", text)
     if not parts or not is_complete or any(unit not in SECONDS for _, unit in parts):
@@ -107,12 +108,12 @@ def count_of(number: int, what: str) -> str:
 
 
 def format_share(value: float | None) -> str:
-    """A share of a peak, `41.2%`. Above 100%, or None where that was left out: `>100%`, for then the peak is wrong."""
+    """A fraction of a peak, `41.2%`. `>100%` if it is above 100%, or None for that reason: the peak is then wrong."""
     return ">100%" if value is None or value > 1 else f"{value:.1%}"
 
 
 def format_seconds(value: float) -> str:
-    """`12.3 ms`, `4.56 s`, `1h02m`, `3d04h`, from two years on `5.3 years`."""
+    """`12.3 ms`, `4.56 s`, `1h02m`, `3d04h`; from two years on `5.3 years`."""
     if value < 60:
         return _scaled(value, [(1, "s"), (1e-3, "ms")], "us", last=1e-6)
     seconds = round(value)
@@ -126,7 +127,7 @@ def format_seconds(value: float) -> str:
 
 def _scaled(value: float, units: list[tuple[float, str]], smallest: str, *, last: float = 1, space: str = " ") -> str:
     for size, unit in units:
-        # 999.5 of a unit would print as 1000 of it.
+        # 999.5 of a unit would otherwise print as 1000.
         if abs(value) >= size * 0.9995:
             return f"{_three_figures(value / size)}{space}{unit}"
     return f"{_three_figures(value / last)}{space if smallest else ''}{smallest}"

@@ -1,4 +1,4 @@
-"""Environment variables of every rank, each with its reason. None that torch or NCCL set well by themselves.
+"""Environment variables of every rank, each with its reason. Variables that torch or NCCL set well themselves are omitted.
 
 Variables in `launch.environment` come last and override.
 """
@@ -29,30 +29,30 @@ def variables(job: Job) -> list[Variable]:
 
 def _default_variables(job: Job) -> Iterator[Variable]:
     launch = job.launch
-    yield Variable("PYTHONUNBUFFERED", "1", "Lines are in the log when they are said, also if the rank is killed next")
+    yield Variable("PYTHONUNBUFFERED", "1", "Lines are in the log as soon as they are printed, even if the rank is killed next")
     yield Variable(
         TORCHRUN_GRACE,
         str(job.grace),
-        f"Ranks that take longer to save and leave are killed by torchrun. They are given {job.grace_reason}",
+        f"Ranks that take longer to save and leave are killed by torchrun. Time limit: {job.grace_reason}",
     )
     if launch.network_interface is not None:
         yield Variable(
-            "NCCL_SOCKET_IFNAME", launch.network_interface, "Where ranks meet; a guess may be a bridge or the loopback"
+            "NCCL_SOCKET_IFNAME", launch.network_interface, "Interface of the rendezvous: a guess may be a bridge or loopback"
         )
         yield Variable("GLOO_SOCKET_IFNAME", launch.network_interface, "The same for gloo, which carries barriers and saves")
     if not job.on_gpus:
         return
     yield Variable(
         "PYTORCH_ALLOC_CONF", "expandable_segments:True",
-        "Freed memory is one range: tensors of many lengths leave no holes, and a full GPU does not stall in cudaFree. (Up to "
+        "Freed memory is one range: no fragmentation by tensors of many lengths; a full GPU does not stall in cudaFree. (Up to "
         "torch 2.8 called PYTORCH_CUDA_ALLOC_CONF.)",
     )  # fmt: skip
-    yield Variable("NCCL_DEBUG", "WARN", "Says which call failed and why; INFO has thousands of lines a start")
+    yield Variable("NCCL_DEBUG", "WARN", "Reports the failed call and the reason; INFO prints thousands of lines per start")
     yield Variable(
-        "NCCL_IB_TIMEOUT", "22", "A link that flaps for seconds is waited for (4 us x 2^22 = 17 s a try) and ends nothing"
+        "NCCL_IB_TIMEOUT", "22", "A link that flaps for seconds is retried (4 us x 2^22 = 17 s per try) and ends nothing"
     )
     if launch.network_cards is not None:
-        yield Variable("NCCL_IB_HCA", launch.network_cards, "Only these cards carry the run: not those of storage")
+        yield Variable("NCCL_IB_HCA", launch.network_cards, "NCCL uses only these cards, not those of storage")
 
 
 def _configured_variables(job: Job) -> Iterator[Variable]:

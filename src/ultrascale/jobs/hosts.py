@@ -1,4 +1,4 @@
-"""Texts for machines without a batch system: a script for each node, and one that starts it over ssh."""
+"""Scripts for machines without a batch system: one for each node, and one that starts it over ssh."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A run as a job: the number of nodes and ranks, the time limit, and the resulting time limits of the run.
 
-All errors are reported here, before a text is written or anything submitted.
+All errors are reported here, before a script is written or submitted.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ultrascale.train.folder.island_folder import island_folder
 SAFETY = 2.0
 """Safety factor over the longest step and save so far."""
 FIRST_PORT, PORTS = 20_000, 10_000
-"""Below the system's own range for outgoing connections (from 32,768)."""
+"""Rendezvous ports, below the system's own range for outgoing connections (from 32,768)."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,9 @@ class Job:
     nodes: int
     ranks_per_node: int
     command: str
-    """The command as typed, for the head of the text."""
+    """The command as typed, for the head of the script."""
     notes: tuple[str, ...] = ()
-    """Lines of the plan, for the head of the text."""
+    """Lines of the plan, for the head of the script."""
     island: int | None = None
     """Number of this job's island, for a run whose islands are started separately (`islands.quorum`)."""
 

@@ -1,4 +1,4 @@
-"""Texts for kubectl: a TrainJob with its runtime (Kubeflow Trainer 2), or the plain JobSet that results from it.
+"""Manifests for kubectl: a TrainJob with its runtime (Kubeflow Trainer 2), or the plain JobSet that results from it.
 
 Both contain the same JobSet: one Indexed Job whose pods are the nodes, each with one torchrun. Names follow from it: the first
 pod is NAME-node-0-0.NAME, where the rendezvous takes place.

@@ -1,4 +1,4 @@
-"""A text for SkyPilot: a managed job, whose machines are replaced when the cloud reclaims them."""
+"""A SkyPilot task: a managed job, whose machines are replaced when the cloud reclaims them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NAMES = {
     "h100-sxm": "H100", "a100-40": "A100", "a100-80": "A100-80GB", "v100-16": "V100", "v100-32": "V100-32GB",
     "a6000": "RTXA6000", "rtx-6000-ada": "RTX6000-Ada",
 }  # fmt: skip
-"""SkyPilot's accelerator names, where they are not ours in capitals."""
+"""SkyPilot's accelerator names that are not this package's in capitals."""
 
 
 def skypilot_text(job: Job, file: Path) -> str:

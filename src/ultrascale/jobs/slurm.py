@@ -1,4 +1,4 @@
-"""Texts for sbatch: a run that requeues itself until it is complete, and an array that measures cells.
+"""Scripts for sbatch: a run that requeues itself until it is complete, and an array that measures cells.
 
 The template holds the job's shell code; this file adds its options and everything that depends on the run.
 """
@@ -48,12 +48,12 @@ def _options(job: Job, *, array: bool = False) -> Iterator[tuple[str, str]]:
     config, launch = job.launch.slurm, job.launch
     yield "", f"--job-name={job.name}"
     yield "", f"--nodes={job.nodes}"
-    yield "One task a node: torchrun, which starts the ranks.", "--ntasks-per-node=1"
+    yield "One task per node: torchrun, which starts the ranks.", "--ntasks-per-node=1"
     if job.on_gpus:
         yield "", f"--gres=gpu:{job.ranks_per_node}"
     if config.exclusive:
-        yield "Whole nodes: a neighbour's traffic and page cache would be in every step.", "--exclusive"
-        yield "All memory of a node; the default may be a share for each core.", "--mem=0"
+        yield "Whole nodes: other jobs on a node slow down every step by their traffic and page cache.", "--exclusive"
+        yield "All memory of a node; the default may be a share per core.", "--mem=0"
     if launch.time_limit_seconds is not None:
         yield f"launch.time_limit = {launch.time_limit}", f"--time={_slurm_time(launch.time_limit_seconds)}"
     options = {
@@ -62,10 +62,10 @@ def _options(job: Job, *, array: bool = False) -> Iterator[tuple[str, str]]:
     }  # fmt: skip
     yield from (("", f"--{name}={_word(value)}") for name, value in options.items() if value is not None)
     if config.requeue:
-        yield "Queued again when a node dies or the job is preempted, under the same number.", "--requeue"
-    yield "A job that starts again writes on in the same log.", "--open-mode=append"
+        yield "Requeue the job under the same number if a node fails or it is preempted.", "--requeue"
+    yield "A restarted job appends to the same log.", "--open-mode=append"
     yield "", f"--output={_log(job, '%A_%a' if array else '%j')}"
-    yield "Paths of the run are relative to this folder, which all nodes must see.", f"--chdir={_word(Path.cwd())}"
+    yield "Paths in the run are relative to this folder, which all nodes must be able to read.", f"--chdir={_word(Path.cwd())}"
     yield from (("launch.slurm.options", option) for option in config.options)
 
 
@@ -77,7 +77,7 @@ def _word(value: object) -> str:
 
 def _signal(job: Job) -> Iterator[tuple[str, str]]:
     lead = job.grace + LEAVING_SECONDS
-    why = f"So many seconds before the end this script is told. To save and leave is given {job.grace_reason}."
+    why = f"Signal this script this many seconds before the time limit. Time to save and exit: {job.grace_reason}."
     yield why, f"--signal=B:USR1@{lead}"
 
 

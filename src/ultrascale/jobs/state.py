@@ -17,11 +17,11 @@ from ultrascale.description.problems import SpecError
 from ultrascale.launch.events import Event, event_of, read_rows
 
 EXIT_CODES = {"complete": 0, "stopped": 75, "failed": 1}
-"""75 is sysexits' "try again"."""
+"""75 is EX_TEMPFAIL of sysexits: "try again"."""
 
 
 def state_of(folder: Path) -> str:
-    """One of `EXIT_CODES`."""
+    """State of the run in `folder`: one of `EXIT_CODES`."""
     file = folder / "events.jsonl"
     events = [event for row in (read_rows(file) if file.is_file() else ()) if (event := event_of(row)) is not None]
     starts = [number for number, event in enumerate(events) if event.kind == "start"]
@@ -42,7 +42,7 @@ def _has_all(start: Event, folder: Path) -> bool:
 
 
 def main(arguments: list[str]) -> int:
-    """Print the state of the run in the folder that is named, and return its exit code."""
+    """Print the state of the run in the given folder, and return its exit code."""
     state = state_of(Path(arguments[0]))
     print(state)
     return EXIT_CODES[state]

@@ -1,4 +1,4 @@
-"""Submission of a written text by the launcher's own command."""
+"""Submission of a written script by the launcher's own command."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FROM = {
 
 
 class LauncherError(RuntimeError):
-    """The launcher's command refused the text; includes its output."""
+    """The launcher's command refused the script; includes its output."""
 
 
 def expect_launcher(launcher: str, nodes: int) -> None:

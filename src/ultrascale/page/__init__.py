@@ -1,11 +1,11 @@
 """The planner in a browser: `ultrascale page`, and one plan as one file, `plan --html`.
 
-There is no planner in JavaScript. A control changes a question, a dictionary of words; Python turns the question into the
-arguments of `ultrascale plan`, plans, and returns what is to be drawn; the page only draws it.
+There is no planner in JavaScript. A control changes a question, a dictionary of words; Python turns it into the arguments of
+`ultrascale plan`, plans, and returns the data to draw; the page only draws it.
 
 controls     possible questions: name, unit, range; a question as command-line arguments
 plan_data    a plan as data to draw: numbers with their text
-ranked       a search as data to draw: ranking, front, scaling, reasons
+ranked       a search as data to draw: ranking, front, scaling, explanation
 server       the page on 127.0.0.1, for clients with the token
 folder       the page as a folder of files, planning in the browser
 step         details of a step: memory of each pipeline rank, messages by axis, the roofline

@@ -114,7 +114,7 @@ def _unreadable(name: str, value: str) -> list[Problem]:
     if name == "model" and value not in PRESETS:
         from ultrascale.config.resolve import resolve
 
-        resolve(None, ["--model.preset", value])  # says what is wrong, and which preset may have been meant
+        resolve(None, ["--model.preset", value])  # names the mistake, and the preset that may have been meant
     text = _without_rack_count(value) if name == "machine" else value
     if any(letter in text for letter in "/\\\0\n") or text.lower().endswith((".toml", ".json", ".csv")):
         return [Problem(name, f"{value!r} names a file, and the page reads none", f"Give {BY_NAME[name].range}.")]
@@ -149,7 +149,7 @@ def _machines_of(text: str) -> tuple[str, str]:
     try:
         cluster = str(tomllib.loads(text)["cluster"])
         parsed = parse_cluster(cluster).num_accelerators, parse_cluster(cluster).accelerator.kind
-    except (tomllib.TOMLDecodeError, KeyError, SpecError):  # the planner says what is wrong
+    except (tomllib.TOMLDecodeError, KeyError, SpecError):  # the planner reports the mistake
         return "", ""
     count, counted, machine = cluster.partition("x")
     return (count, machine) if counted and count == str(parsed[0]) else (str(parsed[0]), parsed[1])
@@ -165,7 +165,7 @@ def _expect_no_paths(text: str) -> None:
     try:
         document = tomllib.loads(text)
     except tomllib.TOMLDecodeError:
-        return  # the planner says so, with the line
+        return  # the planner reports it, with the line
     model, layout = document.get("model"), document.get("layout")
     problems = []
     if isinstance(model, dict) and "path" in model:

@@ -1,6 +1,6 @@
 """Results of other verbs as sections that a page draws: a trace, a sweep, a profiled step, a run.
 
-Each is made from the verb's --json output, so that the page agrees with the JSON. A section has a title, a sentence, and parts:
+Each is made from the verb's --json output, so that page and JSON agree. A section has a title, a sentence, and parts:
 
 facts    names and values
 table    columns and rows of text
@@ -35,7 +35,7 @@ MOST_ROWS = 200
 MOST_POINTS = 1000
 """Most points of a line."""
 SMOOTHED = ("train/loss", "perf/tokens_per_s")
-"""Series that are drawn faint, with a smoothed curve on top, as in the pictures of a run."""
+"""Series that are drawn faint, with a smoothed curve on top, as in the plots of a run."""
 Document = dict[str, Any]
 
 
@@ -176,8 +176,8 @@ def step_document(profile: Mapping[str, Any]) -> Document:
 def run_document(
     lines: Iterable[tuple[str, str]], metrics: Sequence[Mapping[str, Any]], folder: str, marks: Sequence[Mark] = ()
 ) -> Document:
-    """The page of a run: the lines that `ultrascale report` prints, and rows of metrics.jsonl; `marks` say where the run was
-    killed, resumed, or changed its layout."""
+    """The page of a run: the lines printed by `ultrascale report`, and rows of metrics.jsonl; `marks` are the steps at which
+    the run was killed, resumed, or changed its layout."""
     charts = (
         ("Loss", "Nats per token, by step.", r"train/loss|val/.*loss", "{:.4f}"),
         ("Tokens per second", "All ranks together, by step.", r"perf/tokens_per_s", "{:,.0f}"),
@@ -249,8 +249,8 @@ def _point(words: str, x: float, y: float, text: Any) -> dict[str, Any]:
 
 
 def _series(metrics: Sequence[Mapping[str, Any]], key: str, text: str) -> Iterator[dict[str, Any]]:
-    """A series of points, and its smoothed version where the pictures have one. For a step that was run twice the later run
-    counts; a long line is thinned evenly."""
+    """A series of points, and its smoothed version if the plots have one. For a step that was run twice the later run counts; a
+    long line is thinned evenly."""
     from ultrascale.measure.plots import smoothed  # imported here: the page in a browser's Python lacks `measure`
 
     known = {int(row["step"]): float(row[key]) for row in metrics if isinstance(row.get(key), int | float)}

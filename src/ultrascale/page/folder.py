@@ -5,8 +5,8 @@
     site.zip        NumPy, from emscripten-forge's npm package; this package; its dependencies, as they are installed here
 
 NumPy has no wheel for Pyodide on PyPI. emscripten-forge builds it with the compiler of Pyodide 0.24, Emscripten 3.1.45, for the
-same Python: it loads there. Its one missing function is `backtrace`, with which NumPy decides whether memory of temporaries may
-be reused; the substitute here finds no frames.
+same Python, so that it can be loaded there. Its one missing function is `backtrace`, with which NumPy decides whether memory of
+temporaries may be reused; the substitute here finds no frames.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ PACKAGES = {
         "54f9d283e46e402f73cf46e7073cc8fe6695ca892e6d28322ac7d2aafb3368bb65c91498f8b76d9805298d9f4d944a42dd2592608df48d65d8ea1ad35355e2ac",
     ),
 }
-"""npm packages, with the files that `npm pack` makes of them and their SHA-512."""
+"""npm packages, with the files that `npm pack` creates and their SHA-512."""
 NPM_SECONDS = 600
 PYTHON = (3, 11)
 """Version of this Pyodide's Python."""
 SITE = "/lib/python3.11/site-packages/"
 RUNTIME = ("pyodide.mjs", "pyodide.asm.js", "pyodide.asm.wasm", "python_stdlib.zip")
 IMPORTS = "wasmImports={"
-"""Beginning of the list of what WebAssembly may call."""
+"""Beginning of the list of functions that WebAssembly may call."""
 EXCLUDED_NUMPY = {"tests", "f2py", "testing", "distutils", "_pyinstaller", "include", "doc"}
 TRAINING_PACKAGES = {
     "check", "checkpoint", "data", "demo", "islands", "jobs", "kernels", "measure", "models", "parallel", "primer", "soak",
@@ -60,15 +60,16 @@ EXCLUDED_DEPENDENCIES = {"numpy", "pygments", "markdown-it-py", "mdurl"}
 """Dependencies that come from elsewhere, or that only coloured text needs."""
 REQUIRED = re.compile(r"[\w.-]+")
 LOADED = re.compile(r'(?<=[ =])"((?:\./)?\w+\.(?:css|js|mjs))"')
-"""Names of files that the page and the worker load: of a build, so that no older one is used that the browser still has."""
+"""Names of files that the page and the worker load: in a build they change, so that a browser does not use cached older
+ones."""
 STATIC = ("page.css", "charts.js", "page.js", "browser.js", "worker.mjs")
 
 
 def build(folder: Path, parts: Path | None) -> str:
-    """Write the page into `folder` and say what was written.
+    """Write the page into `folder`; returns a summary of what was written.
 
-    `parts`: a folder with both files of `PACKAGES`; None: `npm pack` fetches them. Raises SpecError if they cannot be had, are
-    not those, or the folder is not empty or cannot be written.
+    `parts`: a folder with both files of `PACKAGES`; None: `npm pack` fetches them. Raises SpecError if they are unavailable or
+    differ, or if the folder is not empty or cannot be written.
     """
     remedy = "Name a folder that is not there yet."
     if obstructed := obstacle(folder):
@@ -121,7 +122,7 @@ def _packed(folder: Path) -> Path:
 
 
 def _checked(parts: Path, key: str) -> list[bytes]:
-    """The files of both npm packages. Raises SpecError, about `key`, if one is not there, or another one."""
+    """Files of both npm packages. Raises SpecError about `key` if one is missing or differs."""
     packages = []
     for package, (name, digest) in PACKAGES.items():
         remedy = f"npm pack {package} makes it."
@@ -148,7 +149,7 @@ def _write_runtime(folder: Path, packed: bytes) -> None:
 
 
 def _numpy(packed: bytes) -> Iterator[tuple[str, bytes]]:
-    """Files of the package, which is a conda package in an npm package."""
+    """Files of the package, which is a conda package inside an npm package."""
     with tarfile.open(fileobj=io.BytesIO(packed)) as files:
         inner = next(member for member in files.getmembers() if member.name.endswith(".tar.gz"))
         conda = files.extractfile(inner).read()  # type: ignore[union-attr]
@@ -166,7 +167,7 @@ def _numpy(packed: bytes) -> Iterator[tuple[str, bytes]]:
 
 
 def _package_files() -> Iterator[tuple[str, bytes]]:
-    """Files of this package that plan, and what tells its version."""
+    """Files of this package that the planner needs, and those with its version."""
     root = Path(str(resources.files("ultrascale")))
     for path in sorted(root.rglob("*")):
         parts = path.relative_to(root).parts
@@ -180,7 +181,7 @@ def _package_files() -> Iterator[tuple[str, bytes]]:
 
 
 def _dependencies() -> Iterator[tuple[str, bytes]]:
-    """Python files of all that this package needs without extras, as they are installed here."""
+    """Python files of all dependencies of this package without extras, as installed here."""
     waiting, seen = ["ultrascale"], set(EXCLUDED_DEPENDENCIES)
     while waiting:
         distribution = metadata.distribution(waiting.pop())
@@ -195,7 +196,7 @@ def _dependencies() -> Iterator[tuple[str, bytes]]:
 
 
 def _is_installed(name: str) -> bool:
-    """True if a dependency is there: one that another Python or system needs is not."""
+    """True if a dependency is installed: one for another Python or system is not."""
     try:
         metadata.distribution(name)
     except metadata.PackageNotFoundError:
@@ -208,7 +209,7 @@ def _compiles() -> bool:
 
 
 def _write_zip(path: Path, files: list[tuple[str, bytes]], base: str = SITE) -> None:
-    """Files by name; Python's compiled, where this Python is the page's."""
+    """Write files by name; those of Python compiled, if this Python is the page's."""
     with zipfile.ZipFile(path, "w") as out:
         for name, data in files:
             if name.endswith(".py") and _compiles():
@@ -217,7 +218,7 @@ def _write_zip(path: Path, files: list[tuple[str, bytes]], base: str = SITE) -> 
 
 
 def _compiled(source: bytes, place: str) -> bytes:
-    """Bytecode of a module, which says that it lies at `place`."""
+    """Bytecode of a module, with `place` as its path."""
     with tempfile.TemporaryDirectory() as scratch:
         module, compiled = Path(scratch, "module.py"), Path(scratch, "module.pyc")
         module.write_bytes(source)

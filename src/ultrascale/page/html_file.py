@@ -49,7 +49,7 @@ def document_file(document: Document, command: str) -> str:
 
 
 def expect_writable(path: str | Path | None) -> None:
-    """Raises SpecError if a file of this name cannot be written, before hours of work on its content."""
+    """Raises SpecError if a file with this name cannot be written, before hours of work on its content."""
     if path is None:
         return
     if Path(path).is_dir():
@@ -59,14 +59,14 @@ def expect_writable(path: str | Path | None) -> None:
 
 
 def write_document(path: Path, document: Document, words: list[str]) -> None:
-    """Write `document_file`, of the command line `ultrascale` and `words`."""
+    """Write `document_file` for the command line `ultrascale` followed by `words`."""
     path.write_text(document_file(document, shlex.join(["ultrascale", *words])), encoding="utf-8")
 
 
 def _filled(content: dict[str, Any], *, title: str, verb: str, command: str, scripts: tuple[str, ...], draw: str) -> str:
-    from ultrascale.page.server import static_text  # here: a verb that draws nothing starts without a server
+    from ultrascale.page.server import static_text  # imported here: a verb that draws nothing starts without a server
 
-    inside = json.dumps(content).replace("<", "\\u003c")  # no name in a plan ends the script
+    inside = json.dumps(content).replace("<", "\\u003c")  # so that no name in a plan can end the script
     return _SHELL.format(
         title=escape(title), verb=escape(verb), command=escape(command), style=static_text("page.css"), content=inside,
         scripts="\n".join(map(static_text, scripts)), draw=draw,

@@ -131,7 +131,7 @@ def _schedule(answer: Mapping[str, Any], schedule: Mapping[str, Any]) -> Any:
     boxes: dict[str, list[tuple[float, float, float, float]]] = {kind: [] for kind in PASSES}
     for row, rank in enumerate(ranks):
         for name, start, end in rank["actions"]:
-            kinds = PASS.findall(name)  # two run at once in some schedules, one drawn above the other
+            kinds = PASS.findall(name)  # in some schedules two run at once, drawn one above the other
             for half, kind in enumerate(kinds):
                 boxes[kind].append((row - 0.4 + 0.8 * (half + 0.5) / len(kinds), end - start, start, 0.8 / len(kinds)))
     for kind, (label, colour) in PASSES.items():

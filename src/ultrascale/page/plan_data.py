@@ -1,7 +1,7 @@
-"""One plan as data to draw: numbers in bytes and seconds, each with its text, so that the page formats nothing by itself.
+"""One plan as data to draw: numbers in bytes and seconds, each with its text, so that the page does no formatting itself.
 
 `answer` is everything that a browser receives. Its `json` is the output of `ultrascale plan --json` for the same question.
-Results that take longer than a slider may are a separate part, `REST`: a browser requests it once the first is drawn.
+Results that take longer than a slider allows are a separate part, `REST`: a browser requests it once the first is drawn.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class PagePlan:
 
 
 def answer(planned: PagePlan, words: list[str], *, parts: Collection[str] = PARTS) -> dict[str, Any]:
-    """Everything that is drawn of a plan, JSON-able. `words`: the equivalent arguments of the command line."""
+    """All data to draw for a plan, JSON-able. `words`: the equivalent arguments of the command line."""
     document: dict[str, Any] = {"schema": "ultrascale/page/1", "command": " ".join(["ultrascale plan", shlex.join(words)])}
     if FIRST in parts:
         document |= _first(planned)
@@ -205,7 +205,7 @@ def _stages_of_zero(planned: PagePlan) -> dict[int, RunPlan]:
         try:
             run = replace(chosen.run, layout=layout)
             plans[stage] = chosen if layout == chosen.run.layout else _planned(planned, run)
-        except SpecError:  # this model or trainer has no such stage
+        except SpecError:  # this model or framework has no such stage
             continue
     return plans
 
@@ -240,7 +240,7 @@ def _waterfall(prediction: Prediction) -> list[dict[str, Any]]:
 
 
 def _roofline(prediction: Prediction) -> dict[str, Any] | None:
-    """Operations of the step, the longest first, and the device's two bounds; None where its bandwidth is unknown."""
+    """Operations of the step, the longest first, and the device's two bounds; None if its bandwidth is unknown."""
     accelerator, work = prediction.workload.cluster.accelerator, operation_costs(prediction)
     if accelerator.memory_bytes_per_second is None or not work:
         return None
@@ -265,7 +265,8 @@ def _roofline(prediction: Prediction) -> dict[str, Any] | None:
 
 
 def _sent(chosen: RunPlan) -> dict[str, Any]:
-    """Bytes that a rank sends in a step, by axis and kind of message; no rows if our trainer does not run the layout."""
+    """Bytes that a rank sends per step, by axis and kind of message; no rows if this package's trainer cannot run the
+    layout."""
     assert chosen.prediction is not None
     rank, rows = communication_per_step(chosen.run, chosen.prediction)
     note = f"Rank {rank} of {chosen.run.layout.world_size:,}, as our trainer sends it: what leaves the rank, hidden or not."
@@ -284,7 +285,7 @@ def _sent(chosen: RunPlan) -> dict[str, Any]:
 
 
 def _schedule(prediction: Prediction) -> dict[str, Any] | None:
-    """The pipeline's actions as played, for as many micro-batches as can be drawn; None without a pipeline."""
+    """The pipeline's actions as simulated, for as many micro-batches as can be drawn; None without a pipeline."""
     layout = prediction.layout
     if not 1 < layout.pp <= MOST_DRAWN_RANKS or layout.schedule not in SCHEDULES:
         return None
@@ -304,7 +305,7 @@ def _schedule(prediction: Prediction) -> dict[str, Any] | None:
 
 
 def _flags(chosen: RunPlan) -> dict[str, dict[str, str]]:
-    """The plan as settings of every supported trainer: `text`, or `lacks`, why that trainer cannot run it."""
+    """The plan as settings of every supported framework: `text`, or `lacks`, the reason why it cannot run it."""
     flags: dict[str, dict[str, str]] = {}
     names = [name for name in ("megatron", "torchtitan", "nanotron", "deepspeed") if stack_file(name).writes in WRITERS]
     for name in dict.fromkeys([chosen.stack.name, *names]):

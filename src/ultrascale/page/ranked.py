@@ -32,8 +32,8 @@ def ranking(result: SearchResult) -> dict[str, Any]:
 
 
 def _front(result: SearchResult) -> list[Prediction]:
-    """The front, with the better estimates of ranked layouts: their schedules are played action by action, and memory is
-    replayed."""
+    """The front, with the better estimates of ranked layouts: their schedules are simulated action by action, and memory is
+    simulated."""
     known = {prediction.layout: prediction for prediction in (*result.front, *result.ranked)}.values()
     front, least = [], float("inf")
     for prediction in sorted(known, key=lambda prediction: (prediction.step_seconds, float(prediction.memory.needed))):

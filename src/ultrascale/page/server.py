@@ -1,11 +1,11 @@
 """The page on 127.0.0.1, for users with its link.
 
-Any program of this machine, and any web page open in a browser here, can connect to a port of 127.0.0.1. So:
+Any program of this machine, and any web page open in a browser here, can connect to a port of 127.0.0.1. Therefore:
 
 token    random, the first part of every path: without it every response is 404
-Host     must be 127.0.0.1 or localhost with our port: another name that resolves to 127.0.0.1 (DNS rebinding) is refused
+Host     must be 127.0.0.1 or localhost with the server's port: another name for 127.0.0.1 (DNS rebinding) is refused
 files    those of `static`, by name; no path is ever joined
-answers  POST of application/json, which a foreign page cannot send without a preflight request; Origin must be ours
+answers  POST of application/json, which a foreign page cannot send without a preflight request; Origin must be the page's
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ HEADERS = {
 
 
 def static_text(name: str) -> str:
-    """A file of the page."""
+    """Text of a file of the page."""
     return (files("ultrascale.page") / "static" / name).read_text(encoding="utf-8")
 
 
@@ -58,7 +58,7 @@ class PageServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", port), _Handler)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore a browser that disconnected before its answer."""
+        """Ignore a browser that disconnects before its answer."""
         if not isinstance(sys.exc_info()[1], ConnectionError):
             super().handle_error(request, client_address)
 
@@ -109,7 +109,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(200, "application/json", json.dumps(reply))
 
     def _allowed_path(self) -> str | None:
-        """Path after the token; None where the request is refused, in which case the refusal has been sent."""
+        """Path after the token; None if the request is refused, in which case the refusal has been sent."""
         if self.headers.get("Host") not in self.server.hosts():
             return self._refuse(403, "this Host is not served")
         token, slash, path = self.path.partition("?")[0].removeprefix("/").partition("/")

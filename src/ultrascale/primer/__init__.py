@@ -1,1 +1,1 @@
-"""Small kernels that show what a GPU does well and badly, run on the user's own."""
+"""Small kernels that show strengths and weaknesses of a GPU, run on the user's own."""

@@ -1,4 +1,4 @@
-"""The primer by itself, for machines that lack what the command line needs: python -m ultrascale.primer [LESSON ...]"""
+"""The primer alone, for machines without the command line's dependencies: python -m ultrascale.primer [LESSON ...]"""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""An exercise of the primer: variants of one computation, checked against torch, timed where there is a GPU."""
+"""An exercise of the primer: variants of one computation, checked against torch, and timed on a GPU."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to compute something."""
+    """One way to compute a result."""
 
     name: str
     run: Callable[[], Tensor]
     expected: Callable[[], Tensor]
     """Result by torch, in fp64."""
     num_bytes: int = 0
-    """Bytes that must move: each input read once, each result written once. Whatever a variant moves beyond is its loss."""
+    """Bytes that must be moved: each input read once, each result written once. Further traffic of a variant is its loss."""
     flops: int = 0
     note: str = ""
     """Note on costs other than time."""
@@ -30,7 +30,7 @@ class Exercise:
     """One lesson."""
 
     name: str
-    """A word, for the command line."""
+    """Name on the command line."""
     title: str
     meaning: str
     """Meaning of the numbers, in two lines."""
@@ -46,9 +46,9 @@ class Outcome:
     """Norm of the difference from torch's result in fp64, over the norm of that."""
     is_right: bool
     seconds: float | None
-    """The median of many runs; None in the interpreter, which has no speed."""
+    """Median of many runs in seconds; None in the interpreter, which has no meaningful speed."""
     rate: float | None
-    """Bytes or FLOPs per second of what must move or be computed."""
+    """Bytes or FLOPs per second, counting only what must be moved or computed."""
     unit: str
     """`B/s` or `FLOP/s`."""
     share: float | None
@@ -57,8 +57,8 @@ class Outcome:
 
 
 TOLERANCE = 2e-2
-"""Tolerance for bf16: 8 bits of mantissa, and sums of some thousand products. fp32 is right to 1e-5; one limit catches a wrong
-kernel."""
+"""Tolerance for bf16: 8 bits of mantissa, and sums of some thousand terms. fp32 is right to 1e-5; one limit suffices to detect
+a wrong kernel."""
 
 
 def outcome(variant: Variant, *, device: torch.device, peak_bytes: float | None, peak_flops: float | None) -> Outcome:
@@ -86,16 +86,16 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
 
 
 def random(*shape: int, device: torch.device, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    """Numbers around zero, the same on every run."""
+    """Random numbers around zero, the same on every run."""
     generator = torch.Generator(device).manual_seed(seed)
     return torch.randn(*shape, device=device, generator=generator).to(dtype)
 
 
 def narrow(device: torch.device) -> torch.dtype:
-    """The dtype that tensor cores take; the interpreter computes with NumPy, which has no bf16."""
+    """The dtype for tensor cores; the interpreter computes with NumPy, which has no bf16."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 def pick(device: torch.device, on_gpu: int, in_interpreter: int) -> int:
-    """A size that fills a GPU, or one that the interpreter is done with in a moment."""
+    """A size that fills a GPU, or one that the interpreter computes in a moment."""
     return on_gpu if device.type == "cuda" else in_interpreter

@@ -1,5 +1,4 @@
-"""Choice of GPU or interpreter for the primer. A module apart, since Triton decides when it is imported, and half of torch
-imports it."""
+"""Choice of GPU or interpreter for the primer, in a separate module: Triton decides on import, and half of torch imports it."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from ultrascale.description.problems import mistake
 
 
 def choose_device() -> torch.device:
-    """The GPU, or the CPU with Triton's interpreter switched on, for kernels that are imported from now on.
+    """The GPU, or the CPU with Triton's interpreter enabled for kernels that are imported afterwards.
 
     Raises SpecError without triton.
     """

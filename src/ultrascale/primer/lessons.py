@@ -12,15 +12,15 @@ from ultrascale.measure.machine.ceilings import device_name, measure_matmul_ceil
 from ultrascale.primer.exercise import Exercise, Outcome, outcome
 
 LESSONS = ("access", "tiles", "coarsening", "divergence", "softmax", "attention")
-"""Modules of this package, in the order in which they are told."""
+"""Modules of this package, in the order of the lessons."""
 COPIED = 2**30
-"""Bytes of the copy that measures the memory's rate."""
+"""Bytes of the copy that measures the memory bandwidth."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """The device on which the lessons run, and its ceilings. Peaks are per second, of the datasheet where the device is
-    catalogued."""
+    """The device of the lessons, and its ceilings. Peaks are per second, from the datasheet if the device is in the
+    catalogue."""
 
     device: torch.device
     name: str
@@ -29,9 +29,9 @@ class Place:
     origin: str
     """Source of the peaks."""
     copy_bytes: float | None = None
-    """Rate that a copy by torch reaches, bytes read and written."""
+    """Rate of a copy by torch, in bytes read and written per second."""
     product_flops: float | None = None
-    """Rate that a large bf16 GEMM by torch reaches."""
+    """Rate of a large bf16 GEMM by torch, in FLOPs per second."""
 
 
 def place(device: torch.device) -> Place:
@@ -47,15 +47,15 @@ def place(device: torch.device) -> Place:
 
 
 def lessons(device: torch.device, only: tuple[str, ...] = ()) -> Iterator[Exercise]:
-    """The exercises, each made when it is its turn: their tensors are large."""
+    """The exercises, each created when it is needed: their tensors are large."""
     for name in LESSONS:
         if not only or name in only:
             yield import_module(f"ultrascale.primer.exercises.{name}").exercise(device)
 
 
 def outcomes(exercise: Exercise, where: Place) -> list[Outcome]:
-    """Every variant of an exercise, checked and, on a GPU, timed. Kernels of fp32 are held to the same peak of bytes."""
-    flops = None if exercise.name == "divergence" else where.peak_flops  # its FLOPs are not those of tensor cores
+    """Every variant of an exercise, checked and, on a GPU, timed. Kernels in fp32 are compared with the same peak bandwidth."""
+    flops = None if exercise.name == "divergence" else where.peak_flops  # its FLOPs do not run on tensor cores
     return [
         outcome(variant, device=where.device, peak_bytes=where.peak_bytes, peak_flops=flops) for variant in exercise.variants
     ]

@@ -1,4 +1,6 @@
-"""Output of the primer: each lesson's variants, checked and, on a GPU, compared with the peak, and what the numbers mean."""
+"""Output of the primer: each lesson's variants, checked and, on a GPU, compared with the peak, with an explanation of the
+numbers.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,12 @@ if TYPE_CHECKING:
 def run_lessons(
     only: Sequence[str] = (), *, as_json: bool = False, stamp: Callable[[dict[str, Any]], dict[str, Any]] = dict
 ) -> int:
-    """Run and print these lessons, all if none is named: 0 when every result was right, 1 when one was not.
+    """Run and print these lessons, by default all; returns 0 if every result is right, 1 if one is wrong.
 
-    `stamp`: what the JSON becomes before it is printed. Raises SpecError without triton.
+    `stamp`: transforms the JSON before it is printed. Raises SpecError without triton.
     """
     device = choose_device()
-    from ultrascale.primer.lessons import lessons, outcomes, place  # behind it, as they import triton
+    from ultrascale.primer.lessons import lessons, outcomes, place  # after that, since they import triton
 
     where = place(device)
     if not as_json:
@@ -42,7 +44,7 @@ def run_lessons(
 
 def _head(where: Place) -> str:
     if where.peak_bytes is None or where.peak_flops is None:
-        return f"{where.name}: no GPU here. Triton's interpreter checks every result; speed is told only on a GPU."
+        return f"{where.name}: no GPU here. Triton's interpreter checks every result; speed is measured only on a GPU."
     lines = [f"{where.name}: {where.peak_bytes / 1e12:.2f} TB/s, {where.peak_flops / 1e12:.0f} TFLOP/s bf16 ({where.origin})"]
     if where.copy_bytes and where.product_flops:
         lines.append(f"torch's copy reaches {where.copy_bytes / 1e12:.2f} TB/s, its product {where.product_flops / 1e12:.0f}")

@@ -1,1 +1,1 @@
-"""A small run under a storm of faults, and the proof that it ends where a calm one does."""
+"""A small run under injected faults, and the proof that it ends like an undisturbed one."""

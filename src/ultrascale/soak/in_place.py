@@ -1,7 +1,7 @@
-"""Faults that a run goes over without a restart: a disk that is full, slow or fails once, a rank that is slow or stands still.
+"""Faults that a run survives without a restart: a disk that is full, slow or fails once, a rank that is slow or stalls.
 
-Each is real where it can be: the kernel refuses the bytes (RLIMIT_FSIZE), the process is stopped (SIGSTOP). A file `N.healed`
-says when it was over: the next save has succeeded, or the step is done.
+Each is real where possible: the kernel refuses the bytes (RLIMIT_FSIZE), the process is stopped (SIGSTOP). A file `N.healed`
+records when it ended: the next save has succeeded, or the step is done.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from ultrascale.checkpoint.disk import files
 from ultrascale.soak.storm import Planted, heal
 
 STALL, SLOW_DISK = 0.375, 1.5
-"""Fractions of the seconds that count as a hang: a rank stands still for less, and a save takes longer."""
+"""Fractions of the seconds that count as a hang: a rank stalls for less, and a save takes longer."""
 MOST_FILE_BYTES = 4096
 """Bytes that fit on the full disk: the beginning of a shard."""
 
 
 def next_save(folder: Path, fault: Planted, hang_seconds: float) -> None:
-    """Let the next save of this process meet `fault`; it is over when one succeeds."""
+    """Make the next save of this process meet `fault`, which ends once a save succeeds."""
     disks = {"full-disk": _full, "flaky-disk": _flaky, "slow-disk": lambda: _slow(SLOW_DISK * hang_seconds)}
     save, meeting = Saver.save, [disks[fault.kind]]
 
@@ -43,7 +43,7 @@ def next_save(folder: Path, fault: Planted, hang_seconds: float) -> None:
 
 
 def stand_still(hang_seconds: float) -> None:
-    """Stop this process for a while. Somebody else must let it go on."""
+    """Stop this process for a while; another process must continue it."""
     subprocess.Popen(["sh", "-c", f"sleep {STALL * hang_seconds}; kill -CONT {os.getpid()}"])
     os.kill(os.getpid(), signal.SIGSTOP)
 

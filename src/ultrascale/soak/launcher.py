@@ -1,4 +1,4 @@
-"""Launcher like that of `ultrascale train`, with ranks that a storm strikes and a budget that does not end."""
+"""Launcher like that of `ultrascale train`, for ranks with injected faults and with unlimited restarts."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Faults drawn from the catalogue: which, at which step, on which rank, at which moment of the step. A seed decides all of it.
+"""Faults drawn from the catalogue: kind, step, rank and moment of the step, all determined by a seed.
 
-A fault strikes once: the rank that it is meant for makes a file `N.fired` before it acts, and a step that is done again after
-the restart is spared.
+A fault strikes once: its rank creates a file `N.fired` before it acts, so that the step is not disturbed when it is repeated
+after the restart.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SAVE_POINTS = ("save.start", "save.folder", "save.block", "save.shard", "save.sh
 ON_RANK_0 = ("save.start", "save.folder", "save.shards", "save.manifest", "publish.renamed")
 
 SLOW_STEPS = 24
-"""Steps of a slow rank, which must be named within 20."""
+"""Steps of a slow rank, which must be reported within 20."""
 
 
 @dataclass(frozen=True)
@@ -32,13 +32,13 @@ class Kind:
     """Row of the catalogue (docs/faults.md)."""
     what: str
     strikes_save: bool = False
-    """Meets the next save."""
+    """True if the fault strikes the next save."""
     steps: int = 0
-    """Steps that it takes; the next fault does not come sooner."""
+    """Number of steps that the fault lasts; the next fault does not come sooner."""
     met_by: str = ""
-    """Handling of a fault that a run survives without a restart and need not notice."""
+    """Handling of a fault that a run survives without a restart and need not report."""
     meets_launcher: bool = False
-    """Strikes the process that started the ranks."""
+    """True if the fault strikes the process that started the ranks."""
 
 
 KINDS = {
@@ -73,26 +73,26 @@ class Planted:
     number: int
     kind: str
     step: int
-    """Steps done when it strikes."""
+    """Completed steps when it strikes."""
     rank: int
     moment: str
-    """Moment of the step, or the point of saving."""
+    """Moment of the step, or of the save."""
 
 
 def expect_kinds(kinds: Sequence[str]) -> None:
-    """Raise SpecError for a kind that there is not."""
+    """Raises SpecError for an unknown kind."""
     if unknown := [kind for kind in kinds if kind not in KINDS]:
         raise mistake("--faults", f"{unknown[0]!r} is no fault", f"There are {', '.join(KINDS)}.")
 
 
 def draw(seed: int, kinds: Sequence[str], *, world: int, mean_gap: float, interval: int) -> Iterator[Planted]:
-    """The faults of a storm in order of their steps, without end. `mean_gap`: steps between two, exponentially distributed;
-    `interval`: steps between checkpoints. Raises SpecError for a kind that there is not."""
+    """Infinite sequence of faults in order of their steps. `mean_gap`: steps between two, exponentially distributed;
+    `interval`: steps between checkpoints. Raises SpecError for an unknown kind."""
     expect_kinds(kinds)
     chance, step, order = random.Random(seed), interval + 1, list(kinds)
     for number in count():
         if number % len(order) == 0:
-            chance.shuffle(order)  # every kind comes as often as every other
+            chance.shuffle(order)  # all kinds are equally frequent
         kind = order[number % len(order)]
         step += 1 + round(chance.expovariate(1 / mean_gap))
         rank, moment = chance.randrange(world), chance.choice(MOMENTS)
@@ -107,7 +107,7 @@ def draw(seed: int, kinds: Sequence[str], *, world: int, mean_gap: float, interv
 
 
 def write(folder: Path, faults: Sequence[Planted], *, stop_at: int | None = None) -> Path:
-    """Leave a storm where the ranks read it. `stop_at`: steps after which the run is asked to stop."""
+    """Write a storm for the ranks to read. `stop_at`: steps after which the run is asked to stop."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "storm.json"
     path.write_text(json.dumps({"stop_at": stop_at, "faults": [asdict(fault) for fault in faults]}))
@@ -115,13 +115,13 @@ def write(folder: Path, faults: Sequence[Planted], *, stop_at: int | None = None
 
 
 def read(path: Path) -> tuple[list[Planted], int | None]:
-    """The faults of a storm, and the step at which the run is to stop."""
+    """Faults of a storm, and the step at which the run is to stop."""
     storm = json.loads(path.read_text())
     return [Planted(**fault) for fault in storm["faults"]], storm["stop_at"]
 
 
 def fire(folder: Path, fault: Planted) -> bool:
-    """True if `fault` may strike now: it has not before."""
+    """True if `fault` may strike now, because it has not yet."""
     try:
         with open(folder / f"{fault.number}.fired", "x") as file:
             file.write(json.dumps({"time": time.time()}))
@@ -131,20 +131,20 @@ def fire(folder: Path, fault: Planted) -> bool:
 
 
 def heal(folder: Path, fault: Planted) -> None:
-    """Say that `fault` is over, which the run has not ended by."""
+    """Record that `fault` has ended without ending the run."""
     (folder / f"{fault.number}.healed").write_text(json.dumps({"time": time.time()}))
 
 
 def healed(folder: Path, faults: Sequence[Planted]) -> dict[int, float]:
-    """Time at which each of `faults` was over, by number."""
+    """Time at which each of `faults` ended, by number."""
     return _times(folder, faults, "healed")
 
 
 def fired(folder: Path, faults: Sequence[Planted]) -> dict[int, float]:
-    """Time at which each of `faults` has struck, by number."""
+    """Time at which each of `faults` struck, by number."""
     return _times(folder, faults, "fired")
 
 
 def _times(folder: Path, faults: Sequence[Planted], what: str) -> dict[int, float]:
     texts = {fault.number: path.read_text() for fault in faults if (path := folder / f"{fault.number}.{what}").exists()}
-    return {number: json.loads(text)["time"] for number, text in texts.items() if text}  # else it is just being written
+    return {number: json.loads(text)["time"] for number, text in texts.items() if text}  # else the file is still being written

@@ -1,4 +1,4 @@
-"""One run that faults strike for a while, the same run without, and whether they end alike to the bit."""
+"""A run under faults for a while, an undisturbed run, and the test that both end alike to the bit."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ MODEL = Model(
 INTERVAL = 10
 """Steps between checkpoints."""
 MEAN_GAP = 12.0
-"""Steps between two faults, on the average."""
+"""Mean number of steps between two faults."""
 ENDLESS = 1_000_000
 POLL_SECONDS = 0.1
 HANG_SECONDS = 4.0
@@ -51,12 +51,12 @@ WITHOUT_EFFECT = "nobody: without effect"
 
 
 class SoakError(RuntimeError):
-    """The storm could not be carried through."""
+    """The storm could not be completed."""
 
 
 @dataclass(frozen=True)
 class Strike:
-    """A fault that struck, and what became of it."""
+    """A fault that struck, and its outcome."""
 
     fault: Planted
     time: float
@@ -66,7 +66,7 @@ class Strike:
     """Seconds to the end of the next step."""
     steps_lost: int
     had_effect: bool = True
-    """False: the run went on to the next fault as if nothing had been, and there was nothing to survive."""
+    """False: the run continued to the next fault unaffected, and there was nothing to survive."""
 
     @property
     def is_survived(self) -> bool:
@@ -76,7 +76,7 @@ class Strike:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A storm and the calm beside it."""
+    """Results of a storm and of the undisturbed run."""
 
     strikes: list[Strike]
     steps: int
@@ -104,11 +104,11 @@ def soak(
     torchrun: bool = False,
     say: Callable[[str], None] = print,
 ) -> Outcome:
-    """Let a storm strike for `seconds`, or until `num_faults` have struck; then do as many steps in the calm, and compare.
-    `hang_seconds`: of the run; what stands still for less, or is slow for longer, goes by it. `torchrun` starts the ranks under
-    the storm, and starts them again; those of the calm are `ultrascale train`'s.
+    """Inject faults for `seconds`, or until `num_faults` have struck; then do as many steps without faults, and compare.
+    `hang_seconds`: of the run; stalls that are shorter, and slowness that lasts longer, are scaled by it. `torchrun` starts and
+    restarts the ranks under faults; those of the undisturbed run are started by `ultrascale train`.
 
-    Raises SpecError for kinds that there are not or a folder of something else, and SoakError if the run does not come back.
+    Raises SpecError for unknown kinds or a folder with other content, and SoakError if the run does not recover.
     """
     faults = list(islice(draw(seed, kinds, world=processes, mean_gap=mean_gap, interval=INTERVAL), num_faults or 10_000))
     make_folder(folder)
@@ -128,7 +128,7 @@ def soak(
 
 
 def make_folder(folder: Path) -> None:
-    """An empty folder; one that an earlier soak filled is emptied. Raises SpecError if it holds anything else."""
+    """Create an empty folder; that of an earlier soak is emptied. Raises SpecError if it holds anything else."""
     if folder.exists() and any(folder.iterdir()):
         if not (folder / MARK).exists():
             raise mistake("--folder", f"{folder} holds other files", "Give a new folder.")
@@ -138,7 +138,7 @@ def make_folder(folder: Path) -> None:
 
 
 def make_run(folder: Path, processes: int, *, name: str = "stormy", hang_seconds: float = HANG_SECONDS) -> Run:
-    """A run of a very small model on random tokens, half of whose ranks at least hold copies of one another's state."""
+    """A run of a very small model on random tokens, with at least half of the ranks replicating each other's state."""
     tokens = folder / "tokens"
     if not Path(f"{tokens}.bin").exists():
         random = np.random.default_rng(0)
@@ -168,7 +168,7 @@ class _Storm:
     announced: int = 0
 
     def carry_through(self, deadline: float | None) -> int:
-        """Launch until the storm is over, and stop in order; the steps done then."""
+        """Launch until the storm is over, and stop in order; returns the completed steps."""
         while True:
             before, process = len(self._struck()), self._launched(self.faults)
             over = self._watch(process, deadline)
@@ -208,7 +208,7 @@ class _Storm:
         return fired(self.folder / "storm", self.faults)
 
     def _stop(self, process: subprocess.Popen) -> None:
-        """Ask for the end; once more without faults, if one was in the way."""
+        """Request the end; once more without faults, if one interfered."""
         process.send_signal(signal.SIGTERM)
         _wait(process)
         if _last_event(self.run) != "stop":
@@ -260,8 +260,8 @@ def _wait(process: subprocess.Popen) -> None:
 def strikes_of(
     struck: list[tuple[Planted, float]], events: list[dict[str, Any]], over: Mapping[int, float] | None = None
 ) -> list[Strike]:
-    """Effects of each fault that struck, from the events of a run. `over`: when those were that a run survives without a
-    restart, by number."""
+    """Outcome of each fault that struck, from the events of a run. `over`: times at which faults without a restart ended, by
+    number."""
     struck = sorted(struck, key=lambda pair: pair[1])
     ends = [when for _, when in struck[1:]] + [float("inf")] * bool(struck)
     strikes = []
@@ -294,7 +294,7 @@ def _has_failed(after: list[dict[str, Any]], until: float) -> bool:
 
 
 def _gone_over(fault: Planted, when: float, until: float, after: list[dict[str, Any]]) -> Strike:
-    """A fault without a restart: seen by a word of the run, or met without one."""
+    """A fault without a restart: either reported by the run, or handled silently."""
     words = {"save failed": KINDS[fault.kind].met_by, "straggler": "the comparison of ranks"}
     noticed = next(
         (e for e in after if e["event"] in words and e["time"] <= until and e.get("rank", fault.rank) == fault.rank), None
@@ -323,7 +323,7 @@ def _curve(run: Run) -> list[tuple[Any, ...]]:
 
 
 def same_state(first: Run, second: Run) -> bool:
-    """True if the newest checkpoints of two runs hold the same bits: weights and moments."""
+    """True if the newest checkpoints of two runs have the same bits: weights and moments."""
     checkpoints = [newest_valid(RunFolder.of(run).checkpoints) for run in (first, second)]
     assert checkpoints[0] is not None and checkpoints[1] is not None
     left, right = (load_full(folder)[0] for folder in checkpoints if folder is not None)
@@ -331,7 +331,7 @@ def same_state(first: Run, second: Run) -> bool:
 
 
 def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """True if two tensors have the same dtype, shape and bits. To `torch.equal` -0.0 is 0.0, and no NaN is itself."""
+    """True if two tensors have the same dtype, shape and bits. For `torch.equal` -0.0 equals 0.0, and no NaN equals itself."""
     if first.dtype != second.dtype or first.shape != second.shape:
         return False
     left, right = (tensor.contiguous().flatten().view(torch.uint8) for tensor in (first, second))
@@ -350,7 +350,7 @@ def _last_event(run: Run) -> str:
 
 
 def _is_back(run: Run, since: float) -> bool:
-    """True if a step has been done since, after a start."""
+    """True if a step has been completed since then, after a start."""
     last = next((event for event in reversed(_events(run)) if event["event"] in ("stepped", "start", "failure")), None)
     if last is None or last["event"] != "stepped":
         return False

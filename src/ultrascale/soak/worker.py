@@ -1,4 +1,4 @@
-"""One rank of a run under a storm: the trainer's own worker, with faults planted at the steps that the storm says."""
+"""One rank of a run under injected faults: the trainer's own worker, with faults planted at the steps of the storm."""
 
 from __future__ import annotations
 
@@ -34,32 +34,32 @@ STORM_VARIABLE = "ULTRASCALE_STORM"
 """Environment variable with the storm's folder."""
 FOR_EVER_SECONDS = 3600
 SLOW_SECONDS = 0.3
-"""Seconds added to each forward pass of a slow rank; the others' take some hundredths."""
+"""Seconds added to each forward pass of a slow rank; those of the others take some hundredths."""
 
 
 @dataclass
 class Storm:
-    """The faults that are meant for this rank."""
+    """Faults planned for this rank."""
 
     folder: Path
     faults: dict[int, Planted]
     """Fault by step."""
     stop_at: int | None
     pending_fault: Planted | None = field(init=False, default=None)
-    """Strikes in this step."""
+    """Fault to strike in this step."""
     trainer: Trainer | None = field(init=False, default=None)
     ends_at: dict[int, Planted] = field(init=False, default_factory=dict)
-    """Faults that are over when so many steps are done."""
+    """Faults that end after a number of steps, by that number."""
 
     @classmethod
     def from_environment(cls) -> Storm:
-        """The storm that the environment names."""
+        """The storm named by the environment."""
         path, rank = Path(os.environ[STORM_VARIABLE]), int(os.environ["RANK"])
         faults, stop_at = read(path)
         return cls(path.parent, {fault.step: fault for fault in faults if fault.rank == rank}, stop_at)
 
     def before_step(self, trainer: Trainer) -> None:
-        """Ask for the end, or get ready to strike."""
+        """Request the end of the run, or prepare a fault."""
         self.trainer, self.pending_fault = trainer, self.faults.get(trainer.steps_done)
         if trainer.steps_done == self.stop_at and trainer.ranks.is_first:
             trainer.request_stop()
@@ -67,12 +67,12 @@ class Storm:
             _AT_ONCE[self.pending_fault.kind](trainer, self.pending_fault)
 
     def after_step(self, steps_done: int) -> None:
-        """Say which faults are over."""
+        """Record the faults that have ended."""
         for step in [step for step in self.ends_at if step <= steps_done]:
             heal(self.folder, self.ends_at.pop(step))
 
     def strike_at(self, moment: str) -> None:
-        """Strike if this is the moment."""
+        """Strike if this is the fault's moment."""
         fault = self.pending_fault
         if moment == "forward" and any(fault.kind == "slow" for fault in self.ends_at.values()):
             time.sleep(SLOW_SECONDS)
@@ -87,7 +87,7 @@ class Storm:
 
 
 def plant(storm: Storm) -> None:
-    """Let `storm` know of each step and of each moment of it."""
+    """Report each step, and each moment of a step, to `storm`."""
     train_step, beat = Trainer.train_step, heartbeat.beat
 
     def step(trainer: Trainer) -> StepResult:
@@ -139,7 +139,7 @@ def _leave(trainer: Trainer, fault: Planted) -> None:
 
 
 def _drop(trainer: Trainer, fault: Planted) -> None:
-    """Cuts all connections, as a switch that forgets them: whoever reads or writes next is told."""
+    """Cut all connections, as a switch that loses its state: the next read or write fails."""
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as connection:
             if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM:
@@ -179,7 +179,7 @@ def _skip(trainer: Trainer, fault: Planted) -> None:
 
 
 class _SkipsOnce(Ranks):
-    """Ranks of which this one misses the next sum over all."""
+    """Ranks of which this one skips the next reduction over all."""
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         object.__setattr__(self, "__class__", Ranks)
@@ -191,7 +191,7 @@ def _other_shape(trainer: Trainer, fault: Planted) -> None:
 
 
 def _spoil_loss(trainer: Trainer, fault: Planted) -> None:
-    """Spoils the loss of the next micro-batch, and with it the gradient."""
+    """Corrupt the loss of the next micro-batch, and with it the gradient."""
     forward = trainer.passes.forward
 
     def spoilt(*arguments: Any, **options: Any) -> torch.Tensor:
@@ -202,7 +202,7 @@ def _spoil_loss(trainer: Trainer, fault: Planted) -> None:
 
 
 def _flip_weight(trainer: Trainer, fault: Planted) -> None:
-    """One of the lower bits of one element: too little for a loss to show, too much for rounding to take away again."""
+    """Flip one of the lower bits of one element: too little to change the loss, too much for rounding to undo."""
     weight = local(trainer.share.parameters()[fault.number % len(trainer.share.parameters())].detach())
     if weight.numel():
         weight.view(-1)[:1].view(torch.int32).bitwise_xor_(1 << 12)
@@ -228,7 +228,7 @@ def _cut_short(trainer: Trainer, fault: Planted) -> None:
 
 
 def _shard_of_newest(trainer: Trainer) -> Path | None:
-    """A shard of the newest checkpoint; None where there is no other to go back to."""
+    """A shard of the newest checkpoint; None if there is no earlier one to go back to."""
     checkpoints = sorted(candidates(RunFolder.of(trainer.run).checkpoints), key=lambda checkpoint: checkpoint.step)
     return next(iter(sorted(checkpoints[-1].path.glob("*.safetensors")))) if len(checkpoints) > 1 else None
 
@@ -246,7 +246,7 @@ _AT_A_MOMENT: dict[str, Strike] = {
 
 
 def main() -> int:
-    """One rank, under the storm that the environment names."""
+    """Run one rank under the storm named by the environment."""
     plant(Storm.from_environment())
     return worker.main()
 

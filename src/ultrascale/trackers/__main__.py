@@ -1,7 +1,7 @@
 """`python -m ultrascale.trackers RUN_FOLDER`: send trackers the rows of a run that they lack.
 
-Rank 0 starts it with `--beside`, and it ends with rank 0. Started by hand, it sends what could not be sent: from a machine with
-a network, for a run on machines without one.
+Rank 0 starts it with `--beside`, and it ends with rank 0. Started by hand, it sends the remaining rows: from a machine with a
+network, for a run on machines without one.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def main() -> int:
 
     def say(text: str) -> None:
         for file in dict.fromkeys((lines, sys.stderr)):
-            with suppress(OSError):  # the reader is gone, or the disk is full
+            with suppress(OSError):  # the reader has exited, or the disk is full
                 print(text, file=file, flush=True)
 
     def over() -> bool:
@@ -53,11 +53,11 @@ def main() -> int:
         say(f"warning: no tracker follows this run: {error}")
         has_all = False
     sys.stderr.flush()
-    os._exit(0 if has_all else 1)  # what libraries do at exit may wait for a server that does not answer
+    os._exit(0 if has_all else 1)  # exit handlers of libraries may wait for a server that does not respond
 
 
 def _launcher_stream():
-    """Standard output for our lines alone; output of the libraries is redirected to stderr."""
+    """Standard output for this package's lines alone; output of the libraries is redirected to stderr."""
     lines = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     return lines
@@ -71,7 +71,7 @@ def _at_end(file: int) -> bool:
 
 @contextmanager
 def _only_follower(folder: Path) -> Iterator[None]:
-    """Context in which no other process feeds this run's trackers: waits for the one of the previous attempt."""
+    """Context manager in which no other process feeds this run's trackers: waits for the one of the previous attempt."""
     with open(folder / LOCK, "w") as file:
         for _ in range(int((CLOSE_SECONDS + 5) * 10)):
             try:

@@ -35,7 +35,7 @@ MOST_READ = 2**20
 
 @dataclass
 class Rows:
-    """Rows of a growing file, which is replaced by a shorter one when a run goes back to a checkpoint."""
+    """Rows of a growing file, which is replaced by a shorter one when a run rewinds to a checkpoint."""
 
     path: Path
     _inode: int = field(default=-1, init=False)
@@ -101,7 +101,7 @@ class Feed:
                     wait = FIRST_WAIT
                 self._close()
                 return
-            except Exception as error:  # whatever a library may raise
+            except Exception as error:  # any exception of a library
                 self._say_failed(error)
                 self._rows.again()
                 if self.over.is_set() and wait > FIRST_WAIT:
@@ -118,13 +118,13 @@ class Feed:
         with self.lock:
             last_step, behind = self.record.last_step(self.sink, tracker.id), self.record.behind(self.sink, tracker.id)
             self._last = last_step if tracker.last_step is None else tracker.last_step + behind
-            if not behind:  # else this is remembered until a row is given, whose number the tracker then has
+            if not behind:  # else it is kept until a row is sent, whose number the tracker then has
                 self._note()
 
     def _send_new(self) -> bool:
         """Send new rows. Returns True if those were the last."""
         assert self._tracker is not None
-        over = self.over.is_set()  # before looking, so that nothing that came in between is left out
+        over = self.over.is_set()  # read first, so that no row that arrives in between is left out
         rows = self._rows.new()
         for row in rows:
             if row["step"] <= self._last:
@@ -140,7 +140,7 @@ class Feed:
 
     def _note(self) -> None:
         assert self._tracker is not None
-        with suppress(OSError):  # a full disk: the next row notes it too
+        with suppress(OSError):  # a full disk: the next row tries again
             self.record.save(self.sink, self._tracker.id, self._last)
 
     def _values(self, row: dict[str, Any]) -> dict[str, float]:
@@ -172,8 +172,8 @@ class Feed:
 def follow(
     folder: Path, say: Callable[[str], None], over: Callable[[], bool], *, close_seconds: float, sinks: Iterable[str] = ()
 ) -> bool:
-    """Feed the trackers of the run in `folder` until `over`, and then for at most `close_seconds`. Returns True if all have all
-    rows."""
+    """Feed the trackers of the run in `folder` until `over`, and then for at most `close_seconds`. Returns True if every
+    tracker has every row."""
     facts = RunFacts.read(folder)
     record, lock = TrackedRecord.read(folder, facts.run.name), threading.Lock()
     feeds = [Feed(sink, facts, record, say, lock, ending=lambda: last_event(folder)) for sink in sinks or facts.run.log.sinks]
@@ -195,7 +195,7 @@ def follow(
 
 
 def last_event(folder: Path) -> str:
-    """The event that ended the run: `end`, `stop`, or `crash` where events.jsonl has neither at its end."""
+    """Event that ended the run: `end`, `stop`, or `crash` if events.jsonl has neither at its end."""
     ending = "crash"
     with suppress(OSError):
         for line in (folder / "events.jsonl").read_text(errors="replace").splitlines():

@@ -20,7 +20,7 @@ class MlflowRun:
     """A run of MLflow."""
 
     def __init__(self, facts: RunFacts, known: str | None):
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # who follows tries again by itself
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # the follower retries by itself
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
         settings = facts.run.log.mlflow
         url = offline_store(facts.folder) if settings.offline else settings.url
@@ -61,7 +61,7 @@ class MlflowRun:
 
 
 def offline_store(folder: Path) -> str:
-    """The address of a store in the run's folder: a database, or files where mlflow-skinny lacks what that needs."""
+    """URI of a store in the run's folder: a database, or files if mlflow-skinny lacks the database's dependencies."""
     if find_spec("sqlalchemy") is not None:
         return f"sqlite:///{folder.resolve() / 'mlflow.db'}"
     os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"

@@ -1,4 +1,4 @@
-"""Weights & Biases. Its own background process samples the machine, so it does not receive our system metrics."""
+"""Weights & Biases. Its own background process samples the machine, so it does not receive this package's system metrics."""
 
 from __future__ import annotations
 

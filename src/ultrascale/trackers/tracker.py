@@ -24,10 +24,10 @@ class Tracker(Protocol):
     id: str
     """Identifier to resume the tracked run."""
     last_step: int | None
-    """The last step it has; 0 or less: none. None if unknown."""
+    """Last step that it has; 0 or less: none. None if unknown."""
 
     def write(self, step: int, seconds: float, values: Mapping[str, float]) -> None:
-        """Record the values of the `step`th step of the run, which ended at `seconds` of the wall clock."""
+        """Record the values of the `step`th step of the run, which ended at the Unix time `seconds`."""
 
     def close(self, ending: str) -> None:
         """Finish: `end`, the run is complete; `stop`, it stopped in order; `crash`."""
@@ -46,7 +46,7 @@ class RunFacts:
 
     @classmethod
     def read(cls, folder: Path) -> RunFacts:
-        """The run of a folder."""
+        """Facts about the run in a folder."""
         settings = tomllib.loads((folder / "run.toml").read_text())
         return cls(resolve(folder / "run.toml").run, folder, settings, plan_values(_json(folder / "plan.json")))
 
@@ -81,7 +81,7 @@ class TrackedRecord:
     def read(cls, folder: Path, name: str) -> TrackedRecord:
         content = _json(folder / FILE)
         by_sink = content.get("trackers", {}) if content.get("name") == name else {}
-        if "schema" not in content:  # of an earlier release, which counted steps from 0
+        if "schema" not in content:  # from an earlier release, which counted steps from 0
             by_sink = {sink: known | {"step": known.get("step", -1) + 1, "behind": 1} for sink, known in by_sink.items()}
         return cls(folder, name, by_sink)
 
@@ -90,7 +90,7 @@ class TrackedRecord:
         return wanted_id or self.by_sink.get(sink, {}).get("id")
 
     def last_step(self, sink: str, identity: str) -> int:
-        """The last step sent to this tracked run; 0: none."""
+        """Last step sent to this tracked run; 0: none."""
         known = self.by_sink.get(sink, {})
         return known.get("step", 0) if known.get("id") == identity else 0
 
@@ -100,7 +100,7 @@ class TrackedRecord:
         return known.get("behind", 0) if known.get("id") == identity else 0
 
     def save(self, sink: str, identity: str, step: int) -> None:
-        """Record the last step that a tracked run has. Raises OSError."""
+        """Record the last step of a tracked run. Raises OSError."""
         self.by_sink[sink] = {"id": identity, "step": step}
         partial = self.folder / f".{FILE}.tmp"
         partial.write_text(json.dumps({"schema": SCHEMA, "name": self.name, "trackers": self.by_sink}, indent=1) + "\n")

@@ -1,7 +1,7 @@
 """Predictions for rows of measured runs.
 
-A prediction sees only `RunConfig`, the cells that describe the run; measured results are in another object that only
-`validation.scores` reads. Rows of the same workload are priced together as one table of layouts.
+A prediction sees only `RunConfig`, the cells that describe the run; measured results are in a separate object that only
+`validation.scores` reads. Rows of the same workload are predicted together as one table of layouts.
 """
 
 from __future__ import annotations
@@ -37,38 +37,39 @@ COLUMNS = (
     "id", "predicted_step_time_s", "predicted_tokens_per_s_per_gpu", "predicted_mfu", "predicted_peak_allocated_gib",
     "predicted_peak_reserved_gib", "fits", "low", "high", "reason",
 )  # fmt: skip
-"""Columns of the file of predictions. low and high: the prediction interval of the step time, seconds, that holds
+"""Columns of the predictions file. low and high: the prediction interval of the step time in seconds, which contains
 `intervals.COVERAGE` of runs."""
 _BROKEN = (SpecError, ValueError, ArithmeticError, LookupError)
-"""Rows come from anywhere: one that breaks the arithmetic is told with its reason and takes no other with it."""
+"""Rows come from many sources: one that causes an arithmetic error is reported with its reason and does not affect the
+others."""
 
 
 @dataclass(frozen=True)
 class RowPrediction:
-    """Prediction for a row. Fields are None if the row cannot be described or cannot run; `reason` says why."""
+    """Prediction for a row. Fields are None if the row cannot be represented or cannot run; `reason` explains it."""
 
     step_seconds: float | None
     low: float | None
     high: float | None
     tokens_per_second_per_gpu: float | None
     flops_per_second_per_gpu: float | None
-    """FLOP/s per GPU by the row's convention of counting them."""
+    """FLOP/s per GPU by the row's convention."""
     mfu: float | None
-    """MFU: that over the accelerator's dense peak in the row's precision."""
+    """MFU: that rate over the accelerator's dense peak in the row's precision."""
     allocated_bytes: float | None
     reserved_bytes: float | None
     fits: bool | None
     needed_share: float | None
     """Needed fraction of the device's memory: `Footprint.needed`."""
     kind: str
-    """The group whose errors its interval comes from: `intervals.kind_of`."""
+    """Group whose errors determine its interval: `intervals.kind_of`."""
     reason: str
 
 
 def predict_rows(rows: Sequence[RunConfig], tuning: Tuning = TUNING) -> list[RowPrediction]:
-    """A prediction for every row, in their order."""
+    """A prediction for every row, in order."""
     predictions: list[RowPrediction | None] = [None] * len(rows)
-    groups: dict[str, list[tuple[int, Setup]]] = defaultdict(list)  # by everything but what is open
+    groups: dict[str, list[tuple[int, Setup]]] = defaultdict(list)  # by everything except open settings
     for index, row in enumerate(rows):
         try:
             setup = setup_of(row, tuning)
@@ -86,7 +87,7 @@ def predict_rows(rows: Sequence[RunConfig], tuning: Tuning = TUNING) -> list[Row
 
 
 def write_predictions(path: str | Path, rows: Sequence[MeasuredRow], predictions: Sequence[RowPrediction]) -> None:
-    """Write one line of `COLUMNS` for every row; numbers that are not known are blank."""
+    """Write one line of `COLUMNS` for every row; unknown numbers are blank."""
     with Path(path).open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(COLUMNS)
@@ -115,14 +116,14 @@ def _price(setups: list[Setup], constants: Constants) -> list[RowPrediction]:
 
 
 class _Prices(NamedTuple):
-    """Columns, one number a layout."""
+    """Columns, one number per layout."""
 
     step_seconds: np.ndarray
     fits: np.ndarray
     runs: np.ndarray
-    """True where the needed bytes are below the device's memory, without headroom, since the row was run."""
+    """True if the needed bytes are below the device's memory, without headroom, since the row was run."""
     needed: np.ndarray
-    """Bytes: `Footprint.needed`."""
+    """Needed bytes: `Footprint.needed`."""
 
 
 def _priced(workload: Workload, layouts: Sequence[Layout], constants: Constants) -> _Prices:
@@ -139,7 +140,7 @@ def _priced(workload: Workload, layouts: Sequence[Layout], constants: Constants)
 
 
 def _choose(setup: Setup, prices: Sequence[_Prices], rows: np.ndarray, constants: Constants) -> RowPrediction:
-    """The fastest that fits of all programs and layouts that a row may refer to, or else the fastest that runs, or else the one
+    """The fastest that fits among all programs and layouts that a row may refer to; else the fastest that runs; else the one
     that needs least memory."""
     seconds = np.array([program_prices.step_seconds[rows] for program_prices in prices])
     fits = np.array([program_prices.fits[rows] for program_prices in prices])
@@ -155,7 +156,7 @@ def _choose(setup: Setup, prices: Sequence[_Prices], rows: np.ndarray, constants
         played, memory = _with_simulated_pipeline(workload, layout, step, constants)
         if memory.fits or not fits.any():
             break
-        fits[program, best], needed[program, best] = False, memory.needed  # its column said otherwise: the next
+        fits[program, best], needed[program, best] = False, memory.needed  # its column was wrong: try the next
     seconds = seconds * (played / step)
     step, kind = played, kind_of(workload, layout)
     spread = seconds.flat[candidates]
@@ -170,8 +171,8 @@ def _choose(setup: Setup, prices: Sequence[_Prices], rows: np.ndarray, constants
 
 
 def _with_simulated_pipeline(workload: Workload, layout: Layout, step: float, constants: Constants) -> tuple[float, Footprint]:
-    """The step and the memory of a layout, its actions played with every stage's own price: a table takes stages for even.
-    `step`: the table's, which stands where a schedule cannot be built for these numbers of stages and micro-batches."""
+    """Step time and memory of a layout with its actions simulated at every stage's own price: a table assumes even stages.
+    `step`: the table's, which is kept if no schedule can be built for these numbers of stages and micro-batches."""
     try:
         prediction = with_replay(predict(workload, layout, constants))
     except SpecError:
@@ -180,7 +181,7 @@ def _with_simulated_pipeline(workload: Workload, layout: Layout, step: float, co
 
 
 def _reason(setup: Setup, workload: Workload, layout: Layout) -> str:
-    """The assumptions, and the choices where the row leaves a setting open."""
+    """The assumptions, and the choices made where the row leaves a setting open."""
     chosen = {"micro_batch": layout.micro_batch_size, "recompute": layout.recompute, "vpp": layout.virtual_stages}
     chosen |= settings_of(workload.stack)
     parts = [f"{name} is open: {chosen[name]} is the fastest that fits" for name in setup.open_cells]
@@ -190,7 +191,7 @@ def _reason(setup: Setup, workload: Workload, layout: Layout) -> str:
 
 
 def _peak(workload: Workload, layout: Layout) -> float:
-    """Dense FLOPs per second that the row's MFU is over: those of its precision."""
+    """Dense peak FLOPs per second for the row's MFU: that of its precision."""
     accelerator = workload.cluster.accelerator
     narrow = layout.precision if layout.precision in accelerator.peak_flops else "fp8"
     if layout.precision in NARROW and narrow in accelerator.peak_flops:

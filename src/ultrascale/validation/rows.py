@@ -1,9 +1,10 @@
 """Reads files of measured runs, and separates measured results from the inputs of predictions.
 
-Two forms are read, by their header: the columns of published runs (`n_gpus`, `hidden`, `tp`, ... one row a run), and those of
-the playbook's scan (`model`, `nodes`, `mbs`, `ga`, ...). Every cell goes either to `RunConfig`, which is all a prediction sees,
-or to `RunResult`, which only scores see: the column's name decides here, before anything is predicted. Blank cells are None; a
-missing column is blank in every row; unknown columns are ignored, and reported if they look like a missing one.
+Two forms are read, selected by the header: the columns of published runs (`n_gpus`, `hidden`, `tp`, ... one row per run), and
+those of the playbook's scan (`model`, `nodes`, `mbs`, `ga`, ...). Every cell is assigned either to `RunConfig`, the only input
+of a prediction, or to `RunResult`, which only scores read: the column's name decides here, before anything is predicted. Blank
+cells are None; a missing column is blank in every row; unknown columns are ignored, and reported if they resemble a missing
+one.
 """
 
 from __future__ import annotations
@@ -22,15 +23,14 @@ from ultrascale.description.parsing import read_bounded
 from ultrascale.description.problems import Problem, SpecError, mistake
 
 BLANK = frozenset(("", "nan", "na", "n/a", "null", "-", "?"))
-"""Words that people and their tools write for an empty cell, in lower case; `none` too where it is no answer (recompute)."""
+"""Words for an empty cell used by people and tools, in lower case; also `none`, unless it is a value (recompute)."""
 MOST_TEXT, MOST_COLUMNS, MOST_ROWS = 64 << 20, 1000, 20_000
-"""Most letters, columns, and runs of one file; each run is predicted. Published tables have thousands of runs."""
+"""Most characters, columns, and runs of one file; each run is predicted. Published tables have thousands of runs."""
 MOST_PROBLEMS = 20
-"""Wrong cells told at once; a file of another kind has thousands."""
+"""Most invalid cells reported at once; a file of another kind has thousands."""
 LONGEST_SHOWN = 40
 NEARLY = 0.85
-"""Similarity of two names of columns, at most 1, from which on one is probably the other misspelt: `seqlen` is 0.92 of
-`seq_len`."""
+"""Similarity of two column names, at most 1, from which one is probably the other misspelt: `seqlen` is 0.92 of `seq_len`."""
 PLAYBOOK_NAMES = {
     "nodes": "nodes", "mbs": "micro_batch", "ga": "grad_accum", "gbs": "global_batch", "zero": "zero_stage",
     "tok_s_gpu": "tokens_per_s_per_gpu", "mfu_pct": "mfu_percent", "mem_gb": "peak_mem_gib", "status": "outcome",
@@ -38,16 +38,16 @@ PLAYBOOK_NAMES = {
 PLAYBOOK_FIXED = {
     "gpu": "H100-80GB-SXM", "gpu_family": "H100, playbook", "gpus_per_node": "8", "framework": "nanotron", "precision": "bf16",
 }  # fmt: skip
-"""Cells that hold for all runs of the playbook."""
+"""Cells that are the same for all runs of the playbook."""
 Columns = TypeVar("Columns", "RunConfig", "RunResult")
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Description of a run: everything that a prediction may read. Names are the file's columns."""
+    """Configuration of a run: everything that a prediction may read. Names are the file's columns."""
 
     id: str = ""
-    """Name of the row, by which its source states what holds for it alone (`validation/stated.toml`)."""
+    """Name of the row, by which its source refers to it (`validation/stated.toml`)."""
     model: str = ""
     source: str = ""
     source_key: str = ""
@@ -57,9 +57,9 @@ class RunConfig:
     gpu_family: str = ""
     interconnect: str = ""
     machine: str = ""
-    """A node of the catalogue (`catalogue.machines.NODES`), such as aws-p5."""
+    """Node in the catalogue (`catalogue.machines.NODES`), such as aws-p5."""
     network: str = ""
-    """A kind of networks (`catalogue.network.KINDS`), such as EFA v2 under load: what its wires give."""
+    """Type of network (`catalogue.network.KINDS`), such as EFA v2 under load: its achieved bandwidth."""
     n_gpus: int | None = None
     nodes: int | None = None
     gpus_per_node: int | None = None
@@ -99,11 +99,11 @@ class RunConfig:
     compile: bool | None = None
     flash_attention: bool | None = None
     flops_def: str = ""
-    """Convention by which the source counts FLOPs: decides what its MFU would be, not how fast it is."""
+    """Convention by which the source counts FLOPs: affects its MFU, not its speed."""
     stack: str = ""
-    """A stack by its name; blank: what `framework` says."""
+    """Name of a stack; blank: derived from `framework`."""
     settings: tuple[tuple[str, Any], ...] = ()
-    """Settings of the stack, from columns called `stack.KEY`."""
+    """Settings of the stack, from columns named `stack.KEY`."""
     is_playbook: bool = False
 
 
@@ -128,7 +128,7 @@ class RunResult:
 
 @dataclass(frozen=True)
 class MeasuredRow:
-    """One run."""
+    """One run with its results."""
 
     identity: str
     """Identity of the row: its `id`, or its number counted from one."""
@@ -141,7 +141,7 @@ class MeasuredRow:
 def read_rows(path: str | Path) -> list[MeasuredRow]:
     """Every row of a CSV file of measured runs, in order.
 
-    Raises SpecError naming file, line and column of every cell that cannot be read, or what the header lacks.
+    Raises SpecError that names file, line and column of every cell that cannot be read, or the missing columns.
     """
     file = Path(path)
     try:
@@ -177,7 +177,7 @@ def read_rows(path: str | Path) -> list[MeasuredRow]:
 
 
 def misspelt_columns(path: str | Path) -> list[tuple[str, str]]:
-    """Columns that nobody reads of a file that `read_rows` took, each with the missing one whose name is nearly the same."""
+    """Ignored columns of a file that `read_rows` accepted, each with the missing one whose name is nearly the same."""
     text = read_bounded(Path(path), MOST_TEXT, encoding="utf-8-sig").lstrip()
     header = [name.strip() for name in next(csv.reader(io.StringIO(text, newline="")))]
     known = {field.name for kind in (RunConfig, RunResult) for field in fields(kind)} | {"id", *PLAYBOOK_NAMES}
@@ -188,7 +188,7 @@ def misspelt_columns(path: str | Path) -> list[tuple[str, str]]:
 
 
 def _expect_once(file: Path, header: list[str]) -> None:
-    """Raise SpecError for columns that come twice: the last would be taken, and nobody would know."""
+    """Raises SpecError for duplicate columns: the last would be used unnoticed."""
     twice = sorted({name for name in header if name and header.count(name) > 1})
     if twice:
         remedy = "Keep one of them."
@@ -196,7 +196,7 @@ def _expect_once(file: Path, header: list[str]) -> None:
 
 
 def _expect_settings(file: Path, header: list[str]) -> None:
-    """Raise SpecError for columns `stack.KEY` of settings that no stack has."""
+    """Raises SpecError for columns `stack.KEY` of settings that no stack has."""
     wrong = [name for name in header if name.startswith("stack.") and name.removeprefix("stack.") not in setting_types()]
     if wrong:
         remedy = "`ultrascale show stacks megatron` lists the settings."
@@ -206,7 +206,7 @@ def _expect_settings(file: Path, header: list[str]) -> None:
 
 
 def _is_playbook(file: Path, header: list[str]) -> bool:
-    """True if a header is of the playbook's form. Raises SpecError when it is of neither."""
+    """True if a header has the playbook's form. Raises SpecError if it has neither form."""
     if {"model", "nodes", "mbs", "tp"} <= set(header):
         return True
     if {"n_gpus", "dp", "tp", "pp"} & set(header):
@@ -291,7 +291,7 @@ def _truth(cell: str) -> bool:
 
 
 def _first(file: Path, problems: list[Problem]) -> list[Problem]:
-    """The first of many problems, and how many more there are."""
+    """The first of many problems, and the number of the others."""
     if len(problems) <= MOST_PROBLEMS:
         return problems
     rule = f"{len(problems) - MOST_PROBLEMS} more cells cannot be read"

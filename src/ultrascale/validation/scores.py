@@ -1,7 +1,7 @@
-"""Scores of predictions: errors, rankings and verdicts, against measured values and only as they were reported.
+"""Scores of predictions: errors, rankings and verdicts, compared with measured values exactly as reported.
 
-    time      rows whose source printed a step time or tokens per second; tiers A and B, tier C apart
-    rate      rows that print only TFLOP/s or an MFU: FLOPs per second by their own convention of counting them
+    time      rows whose source printed a step time or tokens per second; tiers A and B, tier C separately
+    rate      rows that print only TFLOP/s or an MFU: FLOPs per second by their own convention
     memory    by instrument: allocator peaks against allocated bytes, everything else against reserved bytes
     picks     within a cell (source, model, GPUs, batch): Kendall's tau of the order, and the regret of the fastest predicted
     verdicts  fits or not, against runs that ran and runs reported as out of memory
@@ -23,7 +23,7 @@ from ultrascale.validation.predict import RowPrediction
 from ultrascale.validation.rows import MeasuredRow
 
 SMALLEST_CELL = 3
-"""Runs of a cell below which an order says nothing."""
+"""Runs of a cell below which an order is meaningless."""
 ALLOCATOR_PEAKS = ("max_allocated",)
 
 
@@ -40,12 +40,12 @@ class ScoredRow:
 
     @property
     def counts(self) -> bool:
-        """True if it counts in the main tables: tier C is noisy or incomplete."""
+        """True if the row counts in the main tables: tier C is noisy or incomplete."""
         return self.row.measured.tier.upper() != "C"
 
     @property
     def step_seconds(self) -> float | None:
-        """The measured step time, if the source printed it or tokens per second."""
+        """Measured step time, if the source printed it or tokens per second."""
         measured, config = self.row.measured, self.row.config
         if not _reports(self.row, "step_time", "tokens_per_s"):
             return None
@@ -66,12 +66,12 @@ class Errors:
     median_absolute: float
     mean_absolute: float
     bias: float
-    """Mean, with its sign."""
+    """Mean signed error."""
     median_error: float
-    """Median, with its sign."""
+    """Median signed error."""
     p90_absolute: float
     covered: float | None = None
-    """Share inside the predicted interval, where there is one."""
+    """Fraction inside the prediction interval, if there is one."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Picks:
     rows: int
     median_tau: float
     median_regret: float
-    """Median regret of the layout predicted to be fastest: its measured time over the best measured time, less one."""
+    """Median regret of the layout predicted to be fastest: its measured time over the best measured time, minus one."""
     mean_regret: float
     p90_regret: float
 
@@ -100,13 +100,13 @@ class Verdicts:
 
     @property
     def recall(self) -> float | None:
-        """Fraction of the failed runs that were called too large."""
+        """Fraction of the failed runs that were predicted not to fit."""
         failed = self.failed_and_called_too_large + self.failed_but_fits
         return self.failed_and_called_too_large / failed if failed else None
 
     @property
     def false_alarms(self) -> float | None:
-        """Fraction of the successful runs that were called too large."""
+        """Fraction of the successful runs that were predicted not to fit."""
         ran = self.ran_and_fits + self.ran_but_called_too_large
         return self.ran_but_called_too_large / ran if ran else None
 
@@ -123,11 +123,11 @@ class ValidationReport:
     picks: list[Picks]
     verdicts: list[Verdicts]
     unrepresentable: list[tuple[str, str]]
-    """Identities of rows without a prediction, and why."""
+    """Identities of rows without a prediction, with the reason."""
 
 
 def score(rows: Sequence[MeasuredRow], predictions: Sequence[RowPrediction]) -> ValidationReport:
-    """Hold predictions to what their rows measured."""
+    """Compare predictions with the measurements of their rows."""
     cases = [ScoredRow(row, prediction) for row, prediction in zip(rows, predictions, strict=True)]
     timed = [case for case in cases if case.step_seconds and case.predicted.step_seconds]
     main, uncounted = [c for c in timed if c.counts], [c for c in timed if not c.counts]
@@ -151,7 +151,7 @@ def score(rows: Sequence[MeasuredRow], predictions: Sequence[RowPrediction]) -> 
 
 
 def summarise(group: str, errors: Iterable[float], covered: Sequence[bool] = ()) -> Errors:
-    """The summary of relative errors, of which there must be one at least."""
+    """Summary of at least one relative error."""
     signed = np.array(list(errors))
     absolute = np.abs(signed)
     return Errors(
@@ -161,14 +161,14 @@ def summarise(group: str, errors: Iterable[float], covered: Sequence[bool] = ())
 
 
 def kendall_tau(left: Sequence[float], right: Sequence[float]) -> float:
-    """Kendall's tau-b of two columns: 1 for the same order, -1 for the reverse; 0 where one of them is constant."""
+    """Kendall's tau-b of two columns: 1 for the same order, -1 for the reverse; 0 if one of them is constant."""
     a, b = (np.sign(np.subtract.outer(column, column))[np.triu_indices(len(column), 1)] for column in (left, right))
     scale = np.sqrt(float((a != 0).sum()) * float((b != 0).sum()))
     return float((a * b).sum() / scale) if scale else 0.0
 
 
 def _reports(row: MeasuredRow, *quantities: str) -> bool:
-    """True if the source printed one of these; a row that does not say is taken at its word."""
+    """True if the source printed one of these quantities, or if the row does not state which."""
     reported = row.measured.reported
     return not reported or any(quantity in reported for quantity in quantities)
 
@@ -228,7 +228,7 @@ def _is_covered(case: ScoredRow) -> bool:
 
 
 def _per_source_mean(cases: Sequence[ScoredRow]) -> list[Errors]:
-    """Errors with every source weighing the same: means of the sources' own."""
+    """Errors with equal weight for every source: means of the sources' own."""
     sources = _group(cases, lambda case: case.source, _time_error)
     if len(sources) < 2:
         return []
@@ -286,7 +286,7 @@ def _verdicts(cases: Sequence[ScoredRow]) -> list[Verdicts]:
 
 
 def _ran(row: MeasuredRow) -> bool | None:
-    """True if a run ran: from its outcome, else from whether it measured anything; None if the row does not tell."""
+    """True if a run ran: from its outcome, else from whether it measured anything; None if unknown."""
     measured = row.measured
     if measured.outcome:
         return "oom" not in measured.outcome.lower() and "crash" not in measured.outcome.lower()

@@ -1,20 +1,20 @@
 """Converts a measured run to a workload and the layouts that the row may refer to.
 
-Unspecified settings become several layouts: micro-batches of every power of two that divides the batch, recomputation from
-none to full, chunks of a pipeline. `validation.predict` prices all of them and takes the fastest that fits, because published
-runs were tuned, and widens the interval to the others. Values filled in by a rule are reported with the prediction.
+Unspecified settings become several layouts: micro-batch sizes of every power of two that divides the batch, recomputation from
+none to full, virtual stages of a pipeline. `validation.predict` predicts all of them and takes the fastest that fits, because
+published runs were tuned, and widens the interval to the others. Values filled in by a rule are reported with the prediction.
 
     blank             value by rule
     dp                n_gpus / (tp pp cp)
-    zero_stage, sp    what runs of its program do (`catalogue.stacks.stack_files.Usual`)
+    zero_stage, sp    default of its program (`catalogue.stacks.stack_files.Usual`)
     grad_accum        global_batch / (dp micro_batch); without both, one micro-batch per pipeline stage
     global_batch      dp micro_batch grad_accum
-    precision         bf16, fp16 on devices without
+    precision         bf16; fp16 on devices without bf16
     seq_len           4096
-    tp, pp, cp        what n_gpus and dp leave over: tp within a node, then pp
+    tp, pp, cp        remaining factor of n_gpus / dp: tp within a node, then pp
 
-Rows come from many sources. A row with a number out of range cannot be described; an unknown word is priced as the usual
-setting, and the prediction says which.
+Rows come from many sources. A row with a number out of range cannot be represented; an unknown word is predicted as the default
+setting, and the prediction reports which.
 """
 
 from __future__ import annotations
@@ -45,30 +45,30 @@ from ultrascale.work.recompute import available_modules
 
 ZeroStage = Literal[0, 1, 2, 3]
 MOST_CANDIDATES = 96
-"""Layouts tried for one row."""
+"""Most layouts tried for one row."""
 LARGEST_MICRO_BATCH = 64
 USUAL_NODE_GPUS = 8
 USUAL_SEQUENCE = 4096
-"""Tokens of a sequence in most of the rows that state them."""
+"""Sequence length in tokens of most rows that state it."""
 _PRECISIONS: dict[str, Precision] = {
     "bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16", "fp32": "fp32", "tf32": "fp32", "mxfp8": "mxfp8",
     "mx-fp8": "mxfp8", "fp4": "nvfp4", "fp8": "fp8", "float8": "fp8", "e4m3": "fp8", "float32": "fp32", "half": "fp16",
 }  # fmt: skip
-"""Words of a precision, and what it is priced as."""
+"""Words for precisions, and the precision used."""
 _VAGUE = re.compile("mixed|amp|16")
-"""Words of 16 bits that do not say which: bf16, as most since 2022."""
+"""Words for an unspecified 16-bit dtype: bf16, the usual one since 2022."""
 _ENDS = 2
-"""Embedding and head, which may be pipeline chunks of their own (Megatron: 128 chunks for 126 layers)."""
+"""Embedding and head, which may be separate pipeline stages (Megatron: 128 stages for 126 layers)."""
 _PLAIN = (schedule_for(1), schedule_for(2))
-"""Schedules that rows name without saying how many stages a rank has."""
+"""Schedules that rows name without the number of stages per rank."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """The setups that a row asks to be predicted."""
+    """Workloads and layouts that a row asks to be predicted."""
 
     workloads: tuple[Workload, ...]
-    """One; several, equal but for their stacks, where settings of the program are open."""
+    """One workload; several that differ only in their stacks, if settings of the program are open."""
     layouts: tuple[Layout, ...]
     """All layouts that the row may refer to; one if it specifies everything."""
     open_cells: tuple[str, ...]
@@ -77,7 +77,7 @@ class Setup:
     flops: str
     """Convention by which its program counts FLOPs."""
     config: RunConfig
-    """The row, with what was filled in before anything else: what its source states, the playbook's dimensions."""
+    """The row, with values filled in first: those that its source states, and the playbook's dimensions."""
 
     @property
     def workload(self) -> Workload:
@@ -85,7 +85,7 @@ class Setup:
 
 
 def setup_of(config: RunConfig, tuning: Tuning = TUNING) -> Setup:
-    """The workload and layouts of a row. Raises UnrepresentableError, whose text says why there are none."""
+    """The workload and layouts of a row. Raises UnrepresentableError, whose text gives the reason, if there are none."""
     if wrong := out_of_range(config):
         raise UnrepresentableError(wrong)
     config, stated = with_stated(config, tuning)
@@ -122,7 +122,7 @@ _COLUMN_OF = {"micro_batch_size": "micro_batch", "pipeline": "vpp"}
 
 
 def _base_layout(config: RunConfig, model: Model, program: Program, assumed: list[str]) -> Layout:
-    """The layout, with everything about it that a row never leaves open."""
+    """The layout with all settings that a row never leaves open."""
     gpus = config.n_gpus or (config.nodes * (config.gpus_per_node or 8) if config.nodes else None)
     tp, cp, pp = _blank_axes(config, gpus, assumed)
     dp = _data_parallel(config, gpus, tp * cp * pp, assumed)
@@ -138,7 +138,7 @@ def _base_layout(config: RunConfig, model: Model, program: Program, assumed: lis
 
 
 def _blank_axes(config: RunConfig, gpus: int | None, assumed: list[str]) -> tuple[int, int, int]:
-    """tp, cp and pp; where some are blank, GPUs that dp and the others leave over go to tp within a node, then to pp."""
+    """tp, cp and pp; if some are blank, GPUs that dp and the others leave are assigned to tp within a node, then to pp."""
     tp, cp, pp = config.tp or 1, config.cp or 1, config.pp or 1
     spare, remainder = divmod(gpus or 0, (config.dp or 0) * tp * cp * pp or 1)
     if gpus is None or config.dp is None or remainder or spare == 1 or config.experts:
@@ -245,7 +245,7 @@ def _choices(config: RunConfig, model: Model, program: Program, base: Layout, as
 
 
 def _pipeline(config: RunConfig, model: Model, usual: Usual, pp: int, assumed: list[str]) -> tuple[tuple[str, int], ...]:
-    """The schedules that a row may mean, each with its stages a rank."""
+    """Schedules that a row may mean, each with its stages per rank."""
     layers = model.num_hidden_layers + model.num_nextn_predict_layers
     if pp == 1:
         return ((USUAL, 1),)
@@ -264,12 +264,12 @@ def _pipeline(config: RunConfig, model: Model, usual: Usual, pp: int, assumed: l
     many = _interleaved(layers, most, pp, usual)
     if re.fullmatch(f"{_PLAIN[1]}[-_ ]*({_PLAIN[0]})?", text):
         return many or ((USUAL, 1),)
-    # Nobody says how many stages a rank has: people write "1f1b" of either.
+    # The number of stages per rank is not stated: "1f1b" is used for both.
     return ((USUAL, 1), *many) if usual.virtual_stages == "any" else ((USUAL, 1),)
 
 
 def _interleaved(layers: int, most: int, pp: int, usual: Usual) -> tuple[tuple[str, int], ...]:
-    """The interleaved schedules of a program, by stages a rank. Embedding and head may count as a layer each (Megatron's
+    """Interleaved schedules of a program, by stages per rank. Embedding and head may count as one layer each (Megatron's
     account_for_*_in_pipeline_split; Llama 3.1 405B)."""
     if usual.virtual_stages == "any" or usual.virtual_stages == (1,):
         counts = [n for n in range(2, most + 1) if layers % (pp * n) == 0 or (layers + _ENDS) % (pp * n) == 0]
@@ -307,7 +307,7 @@ def _recompute(config: RunConfig, program: Program, model: Model) -> tuple[str, 
     if "every second" in config.recompute_detail.lower() and "block" in config.recompute_detail.lower():
         return ("every-k",)
     if text == "selective" and stack.selective == "attention" and stack.kernels.attention == "flash":
-        # Flash attention has nothing left to recompute but itself, and Megatron's recipes then leave it.
+        # Flash attention has nothing to recompute but itself, and Megatron's recipes then omit it.
         return ("none",) if "core" not in config.recompute_detail.lower() else ("selective",)
     if text:
         return (RECOMPUTE_WORDS.get(text, "selective"),)
@@ -317,7 +317,8 @@ def _recompute(config: RunConfig, program: Program, model: Model) -> tuple[str, 
 
 
 def _modules(config: RunConfig, stack: Stack, model: Model) -> str:
-    """The modules that a selective row names, of those that its trainer can name and its model has; nothing without any."""
+    """Modules named in a row with selective recomputation, among those that its framework can name and its model has; empty
+    without any."""
     words = re.findall(r"[a-z_-]+", config.recompute_detail.lower()) if config.recompute.lower() == "selective" else ()
     named = {str((MODULES_IN_PROSE | SPELLINGS).get(word, word)) for word in words}
     named &= {*abilities(stack).modules} & {*available_modules(model)}
@@ -351,22 +352,22 @@ def _layouts(base: Layout, choices: dict[str, tuple], model: Model, sequences: i
 
 
 LARGEST_COUNT = RANGES["dp"][1]
-"""GPUs and ranks: far above any run, as for a layout of one's own."""
+"""Largest number of GPUs and ranks: far above any run, as for a user's own layout."""
 LARGEST_NUMBER = 2**31 - 1
-"""Sizes and batches: what a model's dimensions may be."""
+"""Largest size or batch: the limit of a model's dimensions."""
 _COUNTS = ("n_gpus", "nodes", "gpus_per_node", "micro_batch", "dp", "tp", "cp", "pp")
 _SIZES = ("layers", "hidden", "heads", "kv_heads", "head_dim", "vocab", "seq_len", "global_batch", "grad_accum")
 _MAY_BE_ZERO = (
     "vpp", "ep", "etp", "experts", "topk", "ffn_hidden", "expert_ffn", "shared_expert_ffn", "dense_layers",
 )  # fmt: skip
-"""Zero is how some tables write that there are none."""
+"""Columns in which some tables write zero for none."""
 RECOMPUTE_WORDS = {
     "none": "none", "false": "none", "no": "none", "0": "none", "full": "full", "true": "full", "yes": "full", "1": "full",
     "selective": "selective", "op": "selective", "partial": "selective",
 }  # fmt: skip
 """Recomputation mode by the word in the column `recompute`; any other word is priced as selective."""
 MODULES_IN_PROSE = {"rmsnorm": "norm", "up-projection": "mla_up_proj", "swiglu": "moe_act"}
-"""Modules as papers write them in `recompute_detail`."""
+"""Names of modules in `recompute_detail`, as papers write them."""
 
 
 _ZERO_WORDS = (
@@ -385,7 +386,7 @@ def zero_stage_of(text: str, node: int) -> str | None:
 
 
 def out_of_range(config: RunConfig) -> str:
-    """Numbers that no run can have, or nothing."""
+    """Numbers that no run can have; empty if there are none."""
     limits = dict.fromkeys(_COUNTS, (1, LARGEST_COUNT)) | dict.fromkeys(_SIZES, (1, LARGEST_NUMBER))
     limits |= dict.fromkeys(_MAY_BE_ZERO, (0, LARGEST_NUMBER))
     problems = []
@@ -399,7 +400,7 @@ def out_of_range(config: RunConfig) -> str:
 
 
 def read_differently(config: RunConfig, model: Model, layout: Layout) -> Iterator[str]:
-    """Cells of the row that are read as something else than they say, or by nobody."""
+    """Cells of the row that are interpreted otherwise than written, or ignored."""
     if (config.ep or 1) > 1 and not model.num_experts:
         yield f"ep = {config.ep} is not read: the model has no experts"
     if (config.vpp or 1) > 1 and layout.pp == 1:
@@ -432,5 +433,5 @@ _NOTHING = ("0", "no", "false", "off")
 
 
 def _short(value: int) -> str:
-    """A number that may have hundreds of figures."""
+    """A number as text, shortened if it has hundreds of digits."""
     return f"{value:,}" if value < 10**15 else f"about 10^{len(str(value)) - 1}"

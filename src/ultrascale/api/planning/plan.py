@@ -1,6 +1,6 @@
-"""`ultrascale plan` as a function: for a run's file the plan of its layout, for a model and machines that of the best layout.
+"""`ultrascale plan` as a function: plans the layout of a run's file, or finds the best layout of a model on machines.
 
-Three kinds of question:
+Three kinds of request:
 
     a run's file                       its own layout
     a model on accelerators            a search over all layouts (`api.planning.plan_search`)
@@ -43,10 +43,12 @@ def plan(
     tokens_per_batch: str | int | None = None,
     **settings: Any,
 ) -> Plan:
-    """The best layout of a model on machines, `plan("llama-3-8b", "64xh100")`; or the plan of a run, `plan("run.toml")`.
+    """Find the best layout of a model on machines, `plan("llama-3-8b", "64xh100")`, or plan a run's own layout,
+    `plan("run.toml")`.
 
-    `settings` are the flags of `ultrascale plan` by their names, `zero_stage=3`, `tp=[4, 8]`, `stack="megatron"`, and settings
-    of a run, `layout={"attention": "sdpa"}`. Raises SpecError with everything that is wrong with them.
+    Returns a Plan: memory in bytes, step time in seconds with an 80% prediction interval, MFU. `settings` are the flags of
+    `ultrascale plan` by name, `zero_stage=3`, `tp=[4, 8]`, `stack="megatron"`, and settings of a run,
+    `layout={"attention": "sdpa"}`. Raises SpecError with every invalid argument.
     """
     keywords = {"seq_len": seq_len, "tokens_per_batch": tokens_per_batch, **settings}
     return answer(plan_request(model, gpus, keywords))
@@ -60,7 +62,10 @@ def search(
     tokens_per_batch: str | int | None = None,
     **settings: Any,
 ) -> Search:
-    """All layouts of a model on machines, ranked: what `plan` of the same words chooses from. Raises SpecError."""
+    """Rank all layouts of a model on machines; `plan` with the same arguments returns the first.
+
+    Raises SpecError if an argument is invalid.
+    """
     keywords = {"seq_len": seq_len, "tokens_per_batch": tokens_per_batch, **settings}
     planned = answer(plan_request(model, gpus, keywords))
     if planned.searched is None:
@@ -70,7 +75,7 @@ def search(
 
 
 def compare(a: Plan | str | PathLike[str], b: Plan | str | PathLike[str]) -> Comparison:
-    """Two plans side by side, what differs first. A run's file stands for its plan. Raises SpecError."""
+    """Compare two plans, largest differences first. A run's file stands for its plan. Raises SpecError if it is invalid."""
     for name, source in (("a", a), ("b", b)):
         if not isinstance(source, Plan | str | PathLike):
             rule = f"must be a plan or the file of a run, is {source!r}"
@@ -79,7 +84,7 @@ def compare(a: Plan | str | PathLike[str], b: Plan | str | PathLike[str]) -> Com
 
 
 def plan_request(model: str | PathLike[str] | None, gpus: str | None, keywords: dict[str, Any]) -> PlanRequest:
-    """The question that these keywords ask. A first argument that ends in .toml, or a folder with run.toml, is a run's."""
+    """The request that these keywords make. A first argument that ends in .toml, or a folder with run.toml, is a run."""
     first = "run" if isinstance(model, str | PathLike) and _is_run(fspath(model)) else "model"
     keywords = {first: model, "gpus": gpus, **keywords}
     return read_keywords(PlanOptions, "plan", keywords, positional=("run",))
@@ -90,9 +95,9 @@ def _is_run(path: str) -> bool:
 
 
 def answer(request: PlanRequest, *, report: Callable[[str], None] = lambda phase: None) -> Plan:
-    """The plan that is asked for, with the files that were asked for written. `report`: of a search, its phase.
+    """Make the requested plan and write the requested files. `report` is called with each phase of a search.
 
-    Raises SpecError with what makes no sense.
+    Raises SpecError if the request is invalid.
     """
     planned = _answer(request, report)
     if request.options.html is not None:
@@ -161,7 +166,7 @@ def _compared(request: PlanRequest) -> Plan:
     options, gpus = request.options, request.options.gpus
     assert gpus is not None
     if options.dp_shard is not None and options.zero_stage is None:
-        options = replace(options, zero_stage="1")  # the others are compared below; stage 0 cuts nothing
+        options = replace(options, zero_stage="1")  # the others are compared below; stage 0 shards nothing
     defaults = run_defaults(options, dp=parse_cluster(gpus).num_accelerators)
     run = resolve(None, [*overrides(options, {"cluster": gpus}), *request.settings], defaults=defaults).run
     any_stage, any_way = not has_flag(request.words, "zero-stage"), not has_flag(request.words, "recompute")
@@ -185,7 +190,7 @@ def _refuse_what_the_trainer_lacks(chosen: RunPlan) -> None:
 
 
 def _ranks_left(run: Run, gpus: str) -> int:
-    """Data-parallel ranks on these devices, with the run's other axes."""
+    """Data-parallel ranks on these devices, given the run's other axes."""
     count, other_ranks = parse_cluster(gpus).num_accelerators, run.layout.world_size // run.layout.dp
     if count % other_ranks:
         rule = (
@@ -196,7 +201,7 @@ def _ranks_left(run: Run, gpus: str) -> int:
 
 
 def _machines(request: PlanRequest) -> Cluster:
-    """The named machines. Raises SpecError with everything that is missing."""
+    """The named machines. Raises SpecError with every missing option."""
     options = request.options
     if options.model is None:
         remedy = "Give a run's TOML file, or --model llama-3-8b --gpus 8xh100."
@@ -207,7 +212,7 @@ def _machines(request: PlanRequest) -> Cluster:
 
 
 def write_files(chosen: RunPlan, options: PlanOptions) -> None:
-    """The run and the pictures that are asked for; `refuse_conflicts` has seen to it that they replace nothing."""
+    """Write the run and the requested pictures; `refuse_conflicts` has checked that they overwrite nothing."""
     if options.save is not None:
         Path(options.save).write_text(to_toml(chosen.run))
     if options.svg is not None or options.perfetto is not None:

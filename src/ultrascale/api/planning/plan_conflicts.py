@@ -25,7 +25,7 @@ AXES = ("tp", "cp", "pp", "ep", "schedule")
 
 
 def refuse_conflicts(request: PlanRequest) -> None:
-    """Raises SpecError with every pair of flags that contradict each other, every file that cannot be written, bad tokens."""
+    """Raises SpecError with all flags that contradict each other, files that cannot be written, and invalid token counts."""
     options = request.options
     problems = [*_contradictions(options), *_files(options), *_tokens(options.tokens), *_conditions(options)]
     problems += budget_problems(options.budget)
@@ -42,7 +42,7 @@ def refuse_conflicts(request: PlanRequest) -> None:
 
 
 def refuse_on_measured_device(request: PlanRequest) -> None:
-    """Refuses questions about times on a device whose speed is measured at run time: there only data parallelism is compared,
+    """Refuses questions about time on a device whose speed is measured at run time: there, only data parallelism is compared,
     by memory."""
     options = request.options
     problems = [
@@ -63,7 +63,8 @@ def refuse_on_measured_device(request: PlanRequest) -> None:
 
 
 def refuse_imbalance(options: PlanOptions, model: Model) -> None:
-    """Raises SpecError if the model has no experts that tokens could be spread over unevenly, or not so unevenly."""
+    """Raises SpecError if the model has no experts over which tokens could be unevenly spread, or too few for this
+    imbalance."""
     value, experts = options.expert_imbalance, model.num_experts
     if value == 1.0:
         return
@@ -77,7 +78,7 @@ def refuse_imbalance(options: PlanOptions, model: Model) -> None:
 
 
 def refuse_precision(options: PlanOptions, cluster: Cluster) -> None:
-    """Raises SpecError if the accelerator has no such dtype."""
+    """Raises SpecError if the accelerator does not support the dtype."""
     accelerator, precision = cluster.accelerator, options.precision
     known = getattr(leaves()["layout.precision"].kind, "__args__", ())
     if precision is None:
@@ -103,7 +104,7 @@ def _contradictions(options: PlanOptions) -> list[Problem]:
 
 
 def _conditions(options: PlanOptions) -> list[Problem]:
-    """Numbers that say how uneven experts are and how fast the storage is."""
+    """Invalid values of expert imbalance, storage bandwidth and save time."""
     problems = [
         Problem(
             f"--{name.replace('_', '-')}", f"must be a positive number, is {getattr(options, name):g}", f"{usual} is usual."
@@ -121,7 +122,7 @@ def _conditions(options: PlanOptions) -> list[Problem]:
 
 
 def _files(options: PlanOptions) -> list[Problem]:
-    """Files that are there already, unless they are pictures or traces, which can be drawn again; and folders that are not."""
+    """Output files that already exist (pictures and traces may be overwritten), and folders that do not exist."""
     problems = []
     for name, drawn in (("save", None), ("svg", ".svg"), ("perfetto", ".json"), ("html", ".html")):
         if getattr(options, name) is None:

@@ -1,4 +1,4 @@
-"""A plan as data for the page, and as `plan --html`'s one file."""
+"""A plan as data for the planner page, and as the single file of `plan --html`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ultrascale.page.plan_data import PagePlan
 
 
 def page_plan(plan: Plan) -> PagePlan:
-    """The page's data for a plan. Raises SpecError where there are no times to draw."""
+    """Data of a plan for the page. Raises SpecError if there are no times to draw."""
     if plan.chosen.prediction is None:
         rule = f"{plan.chosen.cluster.name} has rates that are measured at run time, and the page draws times"
         raise mistake("gpus", rule, "Name accelerators such as 8xh100.")
@@ -35,7 +35,7 @@ def page_plan(plan: Plan) -> PagePlan:
 
 
 def write_png(plan: Plan, folder: str) -> list[Path]:
-    """The plan's charts, a PNG each. Raises SpecError where there are no times to draw, NotInstalledError without
+    """Write the charts of the plan, one PNG each. Raises SpecError if there are no times to draw, NotInstalledError without
     matplotlib."""
     from ultrascale.page.pictures import write_pictures
     from ultrascale.page.plan_data import answer
@@ -45,7 +45,7 @@ def write_png(plan: Plan, folder: str) -> list[Path]:
 
 
 def write_html(plan: Plan, path: str) -> None:
-    """The plan as one file that needs nothing else. Raises SpecError where there are no times to draw."""
+    """Write the plan as one self-contained HTML file. Raises SpecError if there are no times to draw."""
     from ultrascale.page.html_file import plan_file
     from ultrascale.page.plan_data import answer
 

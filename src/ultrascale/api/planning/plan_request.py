@@ -1,4 +1,4 @@
-"""A question to the planner, from the command line or `ultrascale.plan`: its options, their defaults and meanings."""
+"""A request to the planner, from the command line or `ultrascale.plan`: its options, their defaults and meanings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ultrascale.api.keywords import VerbRequest
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """The best layouts of a model on a cluster, or memory and time of one run.
+    """Find the best layouts of a model on a cluster, or predict memory and time of one run.
 
     For example:
 
@@ -21,101 +21,99 @@ class PlanOptions:
 
         ultrascale plan far --help
 
-    With a model and machines all legal layouts are searched; a setting that is given is kept. A run's file has its own.
+    With a model and machines, all legal layouts are searched; a setting that you give is fixed. A run's file has its own
+    layout.
     """
 
     run: tuple[str, ...] = ()
-    """A run's TOML file or folder; or give a model."""
+    """TOML file or folder of a run; or give a model."""
     model: str | None = None
-    """A preset (`ultrascale show models`), or a Hugging Face config.json or its folder."""
+    """Preset (`ultrascale show models`), or a Hugging Face config.json or its folder."""
     gpus: str | None = None
-    """The machines: 64xh100, 2xaws-p5, 8xcpu (`ultrascale show clusters`)."""
+    """Machines: 64xh100, 2xaws-p5, 8xcpu (`ultrascale show clusters`)."""
     seq_len: int | None = None
-    """Tokens of a sequence, such as 8192 or 128k (131,072). Default: what the model was made for, at most 8192."""
+    """Sequence length in tokens, such as 8192 or 128k (131,072). Default: the model's own maximum, at most 8192."""
     tokens_per_batch: str | None = None
-    """Tokens of a step over all GPUs, such as 4M. Default: one micro-batch for each GPU."""
+    """Global batch in tokens, such as 4M. Default: one micro-batch per GPU."""
     sequences_per_batch: int | None = None
-    """Sequences of a step over all GPUs, in place of tokens."""
+    """Global batch in sequences, in place of tokens."""
     dp: str | None = None
-    """Data parallelism to search. Default: what the other axes leave of the GPUs."""
+    """Data-parallel degrees to search. Default: the GPUs that the other axes leave."""
     tp: str | None = None
-    """Tensor parallelism to search, such as 8 or 4,8."""
+    """Tensor-parallel degrees to search, such as 8 or 4,8."""
     cp: str | None = None
-    """Context parallelism to search."""
+    """Context-parallel degrees to search."""
     pp: str | None = None
-    """Pipeline parallelism to search."""
+    """Pipeline-parallel degrees to search."""
     ep: str | None = None
-    """Expert parallelism to search."""
+    """Expert-parallel degrees to search."""
     schedule: str | None = None
     """Pipeline schedules to search, such as 1f1b,interleaved."""
     zero_stage: str | None = None
-    """State sharded over GPUs: 0 none, 1 optimizer state, 2 gradients too, 3 parameters too; or several, such as 1,3."""
+    """ZeRO stages to search, such as 3 or 1,3: 0 shards nothing, 1 optimizer state, 2 also gradients, 3 also parameters."""
     dp_shard: int | None = None
-    """GPUs that share one copy of the training state. Default: searched."""
+    """GPUs over which the training state is sharded (HSDP if fewer than dp). Default: searched."""
     recompute: str | None = None
-    """Activations computed again in the backward pass: none, selective, full, every-k, or several; of one layout also modules
-    such as norm+moe_act."""
+    """Activation checkpointing to search: none, selective, full, every-k; for a single layout also modules, norm+moe_act."""
     micro_batch_size: int | None = None
-    """Sequences in one forward pass of one GPU."""
+    """Micro-batch size: sequences in one forward pass of a GPU."""
     precision: str | None = None
-    """Dtype of the passes: fp64, fp32, bf16, fp16, fp8, mxfp8, nvfp4. Default: bf16, fp16 where there is no bf16, fp32 on a
-    CPU."""
+    """Dtype of the passes: fp64, fp32, bf16, fp16, fp8, mxfp8, nvfp4. Default: bf16; fp16 without bf16, fp32 on a CPU."""
     stack: str = "ultrascale"
-    """The trainer that is planned for: ultrascale, torchtitan, megatron, nanotron, ... (`ultrascale show stacks`). What it does
-    may be changed: --stack megatron --stack.dispatcher deepep."""
+    """Framework to plan for (`ultrascale show stacks`): torchtitan, megatron, ... Change its features by --stack.KEY VALUE."""
     optimizer: str | None = None
-    """Optimizer of the run: adamw, adamw-bf16, adamw-8bit, muon. Default: adamw."""
+    """Optimizer: adamw, adamw-bf16, adamw-8bit, muon. Default: adamw."""
     expert_imbalance: float = 1.0
-    """Tokens of the busiest rank's experts over the mean, such as 1.3."""
+    """Load of the busiest rank's experts over the mean load, such as 1.3."""
     checkpoint_minutes: float | None = None
     """Minutes of training between two blocking checkpoints; needs --storage-gbytes."""
     storage_gbytes: float | None = None
-    """Storage bandwidth of all nodes together, GB/s. Default: storage costs nothing."""
+    """Storage bandwidth of all nodes together, in GB/s. Default: storage costs nothing."""
     save_seconds: float | None = None
-    """Seconds that a checkpoint blocks training. Default: the longest of the run's folder, else planned."""
+    """Seconds that a checkpoint blocks training. Default: the longest in the run's folder, else planned."""
     runnable: bool = False
-    """Search only what `ultrascale train` runs today."""
+    """Search only layouts that `ultrascale train` can run today."""
     top: int = 10
-    """Layouts to list."""
+    """Number of layouts to list."""
     explain: bool = False
-    """Say what makes it fit and fast, what binds, what other machines would be worth, and what was left out."""
+    """Explain what makes the layout fit and fast, what limits it, what other machines would bring, and what was left out."""
     print_flags: bool = False
-    """Print the plan as the trainer's own settings, and nothing else."""
+    """Print only the plan as settings of the framework."""
     svg: str | None = None
-    """Draw the pipeline of the step into this file."""
+    """Draw the pipeline of the step to this file."""
     perfetto: str | None = None
-    """Write the predicted step as a trace for ui.perfetto.dev into this file."""
+    """Write the predicted step to this file, as a trace for ui.perfetto.dev."""
     html: str | None = None
-    """Write the plan, drawn, into this one file, to look at in a browser or to mail."""
+    """Write the plan with its charts to one self-contained HTML file."""
     png: str | None = None
-    """Draw the plan's charts into this folder, a PNG each: memory, time, roofline, what axes send, front. Needs matplotlib."""
+    """Draw the plan's charts into this folder as PNGs: memory, time, roofline, communication, front. Needs matplotlib."""
     tokens: str | None = None
-    """Say how long training on so many takes and what it costs, such as 15T."""
+    """Also print how long training on this many tokens takes and what it costs, such as 15T."""
     budget: str | None = None
-    """Money, time or a date: $1M, 30d, 2027-03-01. Says how many tokens that trains here, and how large a model it would do."""
+    """Money, time or a date: $1M, 30d, 2027-03-01. Prints how many tokens it trains here, and the optimal model size."""
     compare: str | None = None
-    """Another run's file: both plans side by side, what differs most first; other flags hold for both."""
+    """Second run to compare with: prints both plans side by side, largest differences first; other flags apply to both."""
     brief: bool = False
-    """Answer in 15 lines."""
+    """Print a brief answer, in 15 lines."""
     save: str | None = None
-    """Write the run that is explained to this TOML file, for `check` and `train`."""
+    """Save the planned run to this TOML file, for `check` and `train`."""
     json: bool = False
     """Print one JSON object."""
 
     @property
     def rows(self) -> int:
-        """Rows of a ranking on a terminal."""
+        """Number of layouts to print on a terminal."""
         return min(self.top, BRIEF_ROWS) if self.brief else self.top
 
     @property
     def file(self) -> str | None:
-        """The run's file, if one is planned."""
+        """TOML file of the run, if one is planned."""
         return self.run[0] if self.run else None
 
 
 PlanRequest = VerbRequest[PlanOptions]
 BRIEF_ROWS = 3
-"""Rows of a short ranking."""
+"""Layouts in a brief answer."""
 
 SHORT = {
     "seq_len": "batch.sequence_length", "tokens_per_batch": "batch.tokens_per_batch",

@@ -1,4 +1,4 @@
-"""Results of `ultrascale.plan`, `search` and `compare`: one plan, the ranking it was chosen from, two plans side by side."""
+"""Results of `ultrascale.plan`, `search` and `compare`: a plan, the ranking it was chosen from, two plans compared."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, repr=False)
 class Plan(Rows):
-    """Memory and time of one run, predicted."""
+    """Predicted memory and time of one run."""
 
     chosen: RunPlan
-    """Everything the planner says of it."""
+    """The planner's full prediction."""
     request: PlanRequest
-    """The request."""
+    """The request that this plan answers."""
     compared: tuple[RunPlan, ...] = ()
-    """Plans it was chosen from, on a machine whose speed nobody has measured."""
+    """Plans that it was chosen from, on a machine whose speed has not been measured."""
     searched: SearchOutcome | None = None
-    """Search it was chosen from, for a model on accelerators."""
+    """Search that it was chosen from, for a model on accelerators."""
 
     @property
     def run(self) -> Run:
-        """The run that is planned, layout and all."""
+        """The planned run, including its layout."""
         return self.chosen.run
 
     @property
@@ -52,12 +52,12 @@ class Plan(Rows):
 
     @property
     def step_seconds(self) -> float | None:
-        """Seconds of a step; None where the device's speed is measured at run time."""
+        """Step time in seconds; None if the device's speed is measured at run time."""
         return None if self.chosen.prediction is None else self.chosen.prediction.step_seconds
 
     @property
     def step_interval(self) -> tuple[float, float] | None:
-        """80% prediction interval of `step_seconds`."""
+        """80% prediction interval of `step_seconds`: (lower, upper) in seconds."""
         return None if self.chosen.prediction is None else step_interval(self.chosen.prediction)
 
     @property
@@ -67,50 +67,50 @@ class Plan(Rows):
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOPs utilisation of a step."""
+        """Model FLOPs utilisation of a step (0 to 1)."""
         return None if self.chosen.prediction is None else self.chosen.prediction.mfu()
 
     @property
     def needed_bytes(self) -> int:
-        """Bytes needed of a device's memory, allocator and NCCL included."""
+        """Device memory needed in bytes, including the allocator's cache and NCCL."""
         return self.chosen.needed_bytes
 
     @property
     def headroom_bytes(self) -> int:
-        """Memory of a device that is left of what may be used; negative where the plan does not fit."""
+        """Usable device memory that remains, in bytes; negative if the plan does not fit."""
         return self.chosen.headroom_bytes
 
     @property
     def reserve_bytes(self) -> int:
-        """Memory of a device that must stay free."""
+        """Device memory in bytes that must stay free."""
         return self.chosen.reserve_bytes
 
     @property
     def command(self) -> str:
-        """The command line that prints the same."""
+        """The command line that prints this plan."""
         return shlex.join(["ultrascale", "plan", *self.request.words])
 
     @property
     def unwritten(self) -> tuple[str, ...]:
-        """Files that were asked for and not written, because no layout fits."""
+        """Requested files that were not written, because no layout fits."""
         options = self.request.options
         wanted = (options.save, options.svg, options.perfetto)
         nothing_fits = self.searched is not None and self.searched.result.best is None
         return tuple(name for name in wanted if name is not None) if nothing_fits else ()
 
     def flags(self) -> str:
-        """The plan as settings of its trainer: what `--print-flags` prints."""
+        """The plan as settings of its framework: the output of `--print-flags`."""
         from ultrascale.plan.flags.trainers import trainer_flags
         from ultrascale.plan.report import workload_of
 
         return trainer_flags(workload_of(self.run, self.chosen.cluster, self.chosen.stack), self.layout)
 
     def to_toml(self) -> str:
-        """The run as the file that `check` and `train` read: what `--save` writes."""
+        """The run as a TOML file for `check` and `train`: the output of `--save`."""
         return to_toml(self.run)
 
     def to_dict(self) -> dict[str, Any]:
-        """The output of `ultrascale plan --json`: bytes, seconds, FLOPs, tokens."""
+        """The output of `ultrascale plan --json`, in bytes, seconds, FLOPs and tokens."""
         document = self.chosen.to_json()
         if self.searched is not None:
             options = self.request.options
@@ -132,19 +132,19 @@ class Plan(Rows):
 
     @property
     def notes(self) -> list[str]:
-        """Notes not to miss: little headroom, a default that costs time."""
+        """Warnings, such as little headroom or a default that costs time."""
         from ultrascale.plan.view.notes import notes
 
         return notes(self.chosen)
 
     @property
     def bought(self) -> Bought | None:
-        """The training that the given budget buys; None without one, or where nobody lists a price."""
+        """Training that the given budget buys; None without a budget, or if no price is listed."""
         text, prediction = self.request.options.budget, self.chosen.prediction
         return None if text is None or prediction is None else bought(parse_budget(text), prediction)
 
     def rows(self) -> list[TableRow]:
-        """Memory at the peak by category, and the step by what takes it."""
+        """Peak memory by category (bytes), and step time by component (seconds)."""
         document = self.chosen.to_json()
         memory, time = document["memory"]["peak_bytes_by_category"], document["time"]
         seconds = {} if time is None else time["waterfall_seconds"]
@@ -154,7 +154,8 @@ class Plan(Rows):
         ]
 
     def plot(self) -> Any:
-        """Memory by category and the step's waterfall, as a matplotlib figure."""
+        """A matplotlib figure: memory by category, and the waterfall of the step. Raises NotInstalledError without
+        matplotlib."""
         return shares(repr(self), self.rows())
 
     def __repr__(self) -> str:
@@ -170,22 +171,22 @@ class Plan(Rows):
 
 @dataclass(frozen=True, repr=False)
 class Search(Rows):
-    """All layouts of a model on machines, those that fit ranked."""
+    """All layouts of a model on machines, ranked by step time if they fit."""
 
     plan: Plan
-    """The best, or the smallest where none fits."""
+    """The best layout; the smallest if none fits."""
     searched: SearchOutcome
 
     @property
     def ranked(self) -> list[Prediction]:
-        """The fastest of each way to cut the model, the fastest first."""
+        """The fastest layout of each way to shard the model, fastest first."""
         from ultrascale.plan.search.search import distinct
 
         return distinct(self.searched.result.ranked)
 
     @property
     def front(self) -> tuple[Prediction, ...]:
-        """Layouts that no other beats in both time and memory."""
+        """Pareto front: layouts that no other beats in both time and memory."""
         return self.searched.result.front
 
     def __len__(self) -> int:
@@ -199,11 +200,11 @@ class Search(Rows):
         return self.plan.to_dict()
 
     def rows(self) -> list[TableRow]:
-        """A row for each layout: rank, step, MFU, memory, and the fields of its layout."""
+        """One row per layout: rank, step time, MFU, memory, and the fields of the layout."""
         return [_prediction_row(number, prediction) for number, prediction in enumerate(self.ranked, start=1)]
 
     def plot(self) -> Any:
-        """Step time against memory of every layout in the ranking, as a matplotlib figure."""
+        """A matplotlib figure: step time against memory of every ranked layout. Raises NotInstalledError without matplotlib."""
         from ultrascale.api.displays import scatter
 
         return scatter(repr(self), self.rows(), "needed_bytes", "step_seconds")
@@ -227,13 +228,13 @@ class Search(Rows):
 
 @dataclass(frozen=True, repr=False)
 class Comparison(Rows):
-    """Two plans."""
+    """Two plans compared."""
 
     a: Plan
     b: Plan
 
     def settings(self) -> list[TableRow]:
-        """Settings of the two runs that differ, and machines and trainer."""
+        """Settings, machines and framework in which the two runs differ."""
         from ultrascale.config.schema import leaves, setting_at
 
         runs = [plan.run for plan in (self.a, self.b)]
@@ -247,7 +248,7 @@ class Comparison(Rows):
         return [{"name": name, "a": a, "b": b} for name, (a, b) in named.items() if a != b]
 
     def setting_words(self) -> list[tuple[str, str, str]]:
-        """`settings` as run.toml has them, without quotes; of two models with different names only these."""
+        """`settings` as in run.toml, without quotes; if two models have different names, only the names."""
         from ultrascale.config.resolve import toml_value
         from ultrascale.config.schema import BYTE_KEYS
 
@@ -265,20 +266,20 @@ class Comparison(Rows):
         return [("model", a, b), *(row for row in rows if not row[0].startswith("model."))]
 
     def rows(self) -> list[TableRow]:
-        """Quantities of both, with b over a: bytes, seconds, shares; those that differ most first."""
+        """Quantities of both plans with the ratio b / a (bytes, seconds, shares), largest differences first."""
         of_a, of_b = _quantities(self.a), _quantities(self.b)
         compared = [_row(name, unit, of_a.get((name, unit)), of_b.get((name, unit))) for name, unit in {**of_a, **of_b}]
         return sorted(compared, key=lambda row: -_distance(row))
 
     def to_dict(self) -> dict[str, Any]:
-        """Settings that differ, quantities, and both plans as `Plan.to_dict` has them."""
+        """Settings that differ, quantities, and both plans as in `Plan.to_dict`."""
         return stamped("compare", {
             "settings": [{**setting, "a": _plain(setting["a"]), "b": _plain(setting["b"])} for setting in self.settings()],
             "quantities": self.rows(), "a": self.a.to_dict(), "b": self.b.to_dict(),
         })  # fmt: skip
 
     def plot(self) -> Any:
-        """b over a, a bar for each quantity that differs, as a matplotlib figure."""
+        """A matplotlib figure: b / a, one bar per quantity that differs. Raises NotInstalledError without matplotlib."""
         return bars(repr(self), [(row["name"], row["b_over_a"]) for row in self.rows() if row["b_over_a"] not in (None, 1.0)])
 
     def __repr__(self) -> str:
@@ -302,7 +303,7 @@ def _row(name: str, unit: str, a: float | None, b: float | None) -> TableRow:
 
 
 def _distance(row: TableRow) -> float:
-    """Distance between the two plans, by which rows are sorted: totals first."""
+    """Sort key: totals first, then by distance between the two plans."""
     ratio = row["b_over_a"]
     return 0.0 if ratio is None or ratio <= 0 else max(ratio, 1 / ratio) - 1
 
@@ -318,7 +319,7 @@ def _quantities(plan: Plan) -> dict[tuple[str, str], float]:
 
 
 def _plain(value: Any) -> Any:
-    """A setting as JSON has it."""
+    """A setting as a JSON value."""
     from dataclasses import asdict, is_dataclass
 
     if isinstance(value, tuple):
@@ -364,7 +365,7 @@ def _step_words(prediction: Prediction | None) -> str:
 
 
 def value_words(value: Any, unit: str) -> str:
-    """A quantity for people: bytes and seconds with their units, shares in percent; empty for None."""
+    """A quantity as text: bytes and seconds with their units, shares in percent; empty for None."""
     if value is None:
         return ""
     if unit in ("bytes", "seconds"):

@@ -1,4 +1,4 @@
-"""The search behind `ultrascale plan --model ... --gpus ...`: from the question to the best layout on the machines."""
+"""The search behind `ultrascale plan --model ... --gpus ...`: from the request to the best layout on the machines."""
 
 from __future__ import annotations
 
@@ -36,34 +36,34 @@ SEARCHED_FIELDS = (
     "dp_shard", "micro_batch_size", "recompute", "recompute_every", "ep", "expert_tp", "tp_overlap",
 )  # fmt: skip
 MIN_BATCH_GAIN = 0.01
-"""Least relative improvement towards the requested tokens per batch that is worth a second search."""
+"""Smallest relative improvement towards the requested tokens per batch that is worth a second search."""
 UNPRICED_FIELDS = ("attention", "pipeline_runtime", "fp8_amax_compute_algo")
-"""Settings on which the price does not depend beyond the workload: they are restored in the chosen layout."""
+"""Settings on which the predicted cost does not depend beyond the workload: they are restored in the chosen layout."""
 
 
 @dataclass(frozen=True)
 class SearchOutcome:
-    """A search, with what it was asked to keep."""
+    """A search, with the constraints of the request."""
 
     result: SearchResult
     base: Layout
-    """Fields of a layout that are not searched."""
+    """Layout fields that are not searched."""
     constraints: Constraints
-    """Searched fields that are held to given values."""
+    """Searched fields that are fixed to given values."""
     requested_tokens: str | None
-    """Tokens of a batch, as they were written."""
+    """Tokens per batch, as written in the request."""
     scaling_points: tuple[ScalingPoint, ...] = ()
-    """Other numbers of GPUs; of a question with `explain`, as `better_clusters`."""
+    """Best layouts on other numbers of GPUs; only with `explain`, as for `better_clusters`."""
     better_clusters: tuple[tuple[Cluster, Prediction], ...] = ()
-    """Other GPUs."""
+    """Best layouts on other GPUs."""
 
     @property
     def smallest_that_fits(self) -> Prediction | None:
-        """The least of the larger clusters on which something fits."""
+        """The smallest of the larger clusters on which a layout fits."""
         return smallest_that_fits(self.result.workload, base=self.base, constraints=self.constraints)
 
     def to_json(self, *, top: int, explained: bool) -> dict[str, Any]:
-        """A JSON-able dictionary: what was searched, the `top` layouts, the front, and why."""
+        """A JSON-able dictionary: the search, the `top` layouts, the Pareto front, and the explanation."""
         result, priced = self.result, self.result.priced
         document: dict[str, Any] = {
             "num_legal": len(priced.fits),
@@ -101,7 +101,8 @@ def _scaled_json(scaled: ScalingPoint) -> dict[str, Any]:
 def searched(
     request: PlanRequest, cluster: Cluster, stack: Stack, report: Callable[[str], None]
 ) -> tuple[SearchOutcome, RunPlan]:
-    """All layouts of the machines, and a plan of the best; of the smallest if none fits. `report`: the phase.
+    """Search all layouts on the machines, and plan the best; plan the smallest if none fits. `report` is called with each
+    phase.
 
     Raises SpecError.
     """
@@ -146,8 +147,8 @@ def _is_far(requested_tokens: str, run: Run) -> bool:
 
 
 def _nearer_batch(requested_tokens: str, run: Run, best: Prediction | None) -> int | None:
-    """Sequences of the batch that is nearest to what was asked of those that the best layout's own ranks can share; None where
-    it is hardly nearer than the one that was searched, which more ranks can share."""
+    """Number of sequences of the batch that is nearest to the request among those that the best layout's own ranks can share;
+    None if it is hardly nearer than the batch that was searched, which more ranks can share."""
     if best is None:
         return None
     length, now = run.batch.sequence_length, run.batch.sequences_per_batch
@@ -161,8 +162,8 @@ def _nearer_batch(requested_tokens: str, run: Run, best: Prediction | None) -> i
 
 
 def explained(searched: SearchOutcome, report: Callable[[str], None] = lambda phase: None) -> SearchOutcome:
-    """The search with its explanation: also other numbers of GPUs and other GPUs, which take a search each. `report`: the
-    phase."""
+    """Add the explanation to a search: other numbers of GPUs and other GPUs, each of which takes a search. `report` is called
+    with each phase."""
     workload, best = searched.result.workload, searched.result.best
     report("searching other numbers of GPUs")
     scaling_points = scaling(workload, base=searched.base, constraints=searched.constraints, best=best)
@@ -175,13 +176,13 @@ def explained(searched: SearchOutcome, report: Callable[[str], None] = lambda ph
 
 
 def _expect_runnable(model: Model, base: Layout) -> None:
-    """Raises SpecError for what the trainer does not run, whatever else is chosen."""
+    """Raises SpecError if the trainer cannot run this, whatever else is chosen."""
     if problems := untrainable(model, base):
         raise SpecError(problems)
 
 
 def _split(request: PlanRequest) -> tuple[dict[str, str], list[str]]:
-    """Settings of the layout, by field, and the words of all others."""
+    """Split settings into those of the layout, by field, and the words of all others."""
     settings = {
         key.removeprefix("layout."): str(value)
         for flag, key in SHORT.items()
@@ -202,7 +203,7 @@ def _split(request: PlanRequest) -> tuple[dict[str, str], list[str]]:
 
 
 def _choices(settings: dict[str, str]) -> tuple[dict[str, tuple[Any, ...]], Layout]:
-    """Values asked of the searched fields, and a layout of the others. Raises SpecError with every wrong one."""
+    """Requested values of the searched fields, and a layout with the others. Raises SpecError with every invalid one."""
     problems: list[Problem] = []
     constraints: dict[str, tuple[Any, ...]] = {}
     fixed: dict[str, Any] = {"precision": "bf16"}
@@ -230,7 +231,7 @@ def _choices(settings: dict[str, str]) -> tuple[dict[str, tuple[Any, ...]], Layo
 
 
 def _range_problems(name: str, value: Any) -> list[Problem]:
-    """Problems of one value that do not depend on the other fields."""
+    """Problems of one value that do not depend on other fields."""
     in_use = {
         "cp_heads": {"cp": 2 * value, "cp_method": "ring+all-to-all"} if name == "cp_heads" and value != 1 else {},
         "schedule": {"pp": 2, "virtual_stages": 2}, "ep": {"dp": value}, "expert_tp": {"dp": value},
@@ -242,8 +243,8 @@ def _range_problems(name: str, value: Any) -> list[Problem]:
 def _described(
     options: PlanOptions, run_words: list[str], constraints: dict[str, tuple[Any, ...]], base: Layout, cluster: Cluster
 ) -> tuple[Run, str | None]:
-    """The run without its layout: `dp` stands in for it so that a batch such as 4M becomes one that many ranks can share. And
-    the tokens of its batch, as they were written."""
+    """The run without its layout, and its tokens per batch as written. `dp` stands in for the layout, so that a batch such as
+    4M becomes one that many ranks can share."""
     assert options.model is not None
     batch = {
         key: value for flag, key in SHORT.items() if key.startswith("batch.") and (value := getattr(options, flag)) is not None
@@ -262,23 +263,23 @@ def _described(
 
 
 def _batch_split(text: str | None, constraints: dict[str, tuple[Any, ...]], num_gpus: int, length: int) -> tuple[int, int]:
-    """Micro-batch size and ranks among whom the batch is to be shared: those asked for, where they can be."""
+    """Micro-batch size and number of ranks that are to share the batch: the requested ones where possible."""
     micro, tokens = constraints.get("micro_batch_size", (1,))[0], _tokens(text)
     if tokens < micro * length:
-        micro = 1  # refused by the search, for its own reason
+        micro = 1  # the search refuses it, with a reason
     if "dp" in constraints and num_gpus % constraints["dp"][0] == 0 and constraints["dp"][0] * micro * length <= tokens:
         return micro, constraints["dp"][0]
     return micro, _sharing_ranks(text, _ranks_of_dp(constraints, num_gpus), length * micro)
 
 
 def _ranks_of_dp(constraints: dict[str, tuple[Any, ...]], num_gpus: int) -> int:
-    """GPUs that are left for dp by the axes that were asked for; all, where these do not divide, which the search refuses."""
+    """GPUs that the requested axes leave for dp; all GPUs if the axes do not divide them, which the search refuses."""
     model_parallel = prod(constraints[axis][0] for axis in ("tp", "cp", "pp") if len(constraints.get(axis, ())) == 1)
     return num_gpus // model_parallel if model_parallel > 0 and num_gpus % model_parallel == 0 else num_gpus
 
 
 def _tokens(text: str | None) -> int:
-    """Tokens per batch as asked for; 1 if none were, or they cannot be read, which is reported where they are resolved."""
+    """Tokens per batch as requested; 1 if none were, or if they cannot be read (reported where they are resolved)."""
     try:
         return parse_tokens(str(text or 1))
     except UnitError:
@@ -286,8 +287,8 @@ def _tokens(text: str | None) -> int:
 
 
 def _sharing_ranks(text: str | None, num_gpus: int, tokens_of_a_pass: int) -> int:
-    """The most GPUs among whom the batch can be shared: a number of tokens is brought to a multiple of them, where that is
-    near enough, and a search may leave the rest of the GPUs to the other axes."""
+    """Largest number of GPUs that can share the batch: tokens are rounded to a multiple of it if that is near enough, and a
+    search may leave the remaining GPUs to other axes."""
 
     def shares(ranks: int) -> bool:
         with suppress(UnitError):

@@ -1,4 +1,4 @@
-"""The run that a question to the planner is about, with its machines and conditions.
+"""The run that a request to the planner is about, with its machines and conditions.
 
 If `--model ... --gpus ...` replace a run's file, it is the run whose layout `ultrascale plan` chooses for the same options.
 """
@@ -18,11 +18,11 @@ from ultrascale.launch.events import longest_seconds
 from ultrascale.plan.costs.storage import Storage
 
 LONGEST_DEFAULT = 8192
-"""Tokens of a sequence where nobody says how many: fewer if the model has fewer positions."""
+"""Default sequence length in tokens; shorter if the model has fewer positions."""
 
 
 def run_defaults(options: PlanOptions, *, dp: int) -> dict[str, Any]:
-    """Defaults of a run without a file; `dp` data-parallel ranks."""
+    """Default settings of a run without a file. `dp`: number of data-parallel ranks."""
     assert options.gpus is not None
     return {
         "batch.sequence_length": LONGEST_DEFAULT,
@@ -33,13 +33,13 @@ def run_defaults(options: PlanOptions, *, dp: int) -> dict[str, Any]:
 
 
 def model_settings(model: str) -> dict[str, Any]:
-    """A folder, its config.json, or a preset's name."""
+    """Settings of a model that is given as a folder, its config.json, or the name of a preset."""
     path = Path(model).expanduser()
     return {"model.path": str(path)} if path.is_dir() or path.is_file() else {"model.preset": model}
 
 
 def overrides(options: PlanOptions, words: dict[str, Any]) -> list[str]:
-    """The short flags as dotted ones, over `words`."""
+    """The short flags as dotted flags, after `words`."""
     if options.model is not None:
         words |= model_settings(options.model)
     words |= {key: value for flag, key in SHORT.items() if (value := getattr(options, flag)) is not None}
@@ -47,7 +47,7 @@ def overrides(options: PlanOptions, words: dict[str, Any]) -> list[str]:
 
 
 def as_flags(words: dict[str, Any]) -> list[str]:
-    """Dotted settings as words of a command line."""
+    """Dotted settings as command-line words."""
     return [word for key, value in words.items() for word in (f"--{key}", str(value))]
 
 
@@ -62,7 +62,7 @@ def has_flag(words: tuple[str, ...], *names: str) -> bool:
 
 
 def cluster_of(run: Run) -> Cluster:
-    """The machines of a run, as many as its layout has ranks. Raises SpecError if there are fewer."""
+    """The run's machines, one device per rank of its layout. Raises SpecError if there are fewer."""
     world = run.layout.world_size
     cluster = parse_cluster(f"{world}xcpu" if run.cluster == "auto" else run.cluster)
     if cluster.num_accelerators < world:
@@ -72,14 +72,14 @@ def cluster_of(run: Run) -> Cluster:
 
 
 def conditions(options: PlanOptions) -> dict[str, Any]:
-    """The given circumstances: how uneven experts are, the storage, and how long a checkpoint blocks training."""
+    """Conditions of the request: expert imbalance, storage bandwidth, and seconds that a checkpoint blocks training."""
     gbytes, minutes = options.storage_gbytes, options.checkpoint_minutes
     storage = None if gbytes is None else Storage(gbytes * 1e9, None if minutes is None else minutes * 60)
     return {"expert_imbalance": options.expert_imbalance, "storage": storage, "save_seconds": _save_seconds(options)}
 
 
 def _save_seconds(options: PlanOptions) -> float | None:
-    """Seconds of a checkpoint, as given, or from the metrics of the run's folder; None: neither."""
+    """Seconds that a checkpoint blocks training, as given or from the metrics of the run's folder; None without either."""
     if options.save_seconds is not None or options.file is None:
         return options.save_seconds
     return longest_seconds(Path(options.file) / "metrics.jsonl", "perf/save_s") or None
@@ -87,7 +87,7 @@ def _save_seconds(options: PlanOptions) -> float | None:
 
 @dataclass(frozen=True)
 class ModelAndMachines:
-    """A model and machines in place of a run's file."""
+    """A model and machines that replace a run's file."""
 
     model: str | None
     gpus: str | None
@@ -101,9 +101,9 @@ class ModelAndMachines:
 
 
 def planned_run(described: ModelAndMachines, settings: tuple[str, ...] | list[str], *, run: str | None, verb: str) -> Run:
-    """The run of the best layout that `ultrascale train` runs. `run`: a file that is given too, which is a contradiction.
+    """The run of the best layout that `ultrascale train` can run. `run`: a file that is also given, which is a contradiction.
 
-    Raises SpecError with what is wrong, or that nothing fits.
+    Raises SpecError if the request is invalid or no layout fits.
     """
     from ultrascale.api.planning.plan import answer
 
@@ -122,5 +122,5 @@ def planned_run(described: ModelAndMachines, settings: tuple[str, ...] | list[st
 
 
 def _is_searched(described: ModelAndMachines) -> bool:
-    """True if the machines' speed is known, so that layouts are searched."""
+    """True if the speed of the machines is known, so that layouts are searched."""
     return described.gpus is not None and "cpu" not in described.gpus

@@ -1,6 +1,6 @@
-"""Schemas of every JSON output, and the files made of them.
+"""Schemas of every JSON output, and the files generated from them.
 
-documents          key by key: the one description
+documents          keys of every output: the single source
 json_schema, stub  JSON Schemas and type hints, generated
 stamp              the version in each document
 """

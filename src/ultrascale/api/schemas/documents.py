@@ -1,6 +1,7 @@
-"""Keys of every JSON output of a verb: the single description from which the package's JSON Schemas are generated.
+"""Keys of every JSON output of a verb: the single source from which the package's JSON Schemas are generated.
 
-Bytes, seconds, FLOPs and tokens unless a key says otherwise. The key `schema` is added to each document (`api.schemas.stamp`).
+Units are bytes, seconds, FLOPs and tokens unless a key says otherwise. The key `schema` is added to each document
+(`api.schemas.stamp`).
 """
 
 # No `from __future__ import annotations`: what is NotRequired would not be seen in strings.
@@ -25,58 +26,58 @@ from ultrascale.validation.scores import Errors
 
 
 class Memory(TypedDict):
-    """Memory of the fullest device at the moment of a step when it holds most."""
+    """Memory of the fullest device at the peak of a step."""
 
     peak_bytes: NotRequired[int]
-    """Live at the peak."""
+    """Live bytes at the peak."""
     peak_phase: NotRequired[str]
     """Phase of the step at the peak."""
     peak_bytes_by_category: dict[str, int]
-    """Weights, gradients, optimizer state, activations, ..."""
+    """Bytes at the peak by category: weights, gradients, optimizer state, activations, ..."""
     peak_bytes_by_part: NotRequired[dict[str, int]]
-    """Bytes by finer parts, `category/part`; of the plan, not of what a search lists beside it."""
+    """Bytes by finer parts, `category/part`; only in the plan, not in other layouts of a search."""
     between_steps_bytes: NotRequired[int]
-    """Bytes that stay from one step to the next; of the plan."""
+    """Bytes that are kept between steps; only in the plan."""
     saved_bytes_by_layer: NotRequired[list[dict[str, int]]]
-    """Bytes that a micro-batch saves of each block for the backward pass; of the plan."""
+    """Bytes that each block saves for the backward pass of one micro-batch; only in the plan."""
     peak_allocated_bytes: NotRequired[int]
-    """Live at the peak, of what a search lists."""
+    """Live bytes at the peak, in layouts of a search."""
     peak_reserved_bytes: NotRequired[int]
     """Bytes reserved by the allocator, its cache included."""
     outside_torch_bytes: NotRequired[int]
-    """Bytes of CUDA's context and NCCL."""
+    """Bytes of the CUDA context and NCCL."""
     needed_bytes: NotRequired[int]
-    """Bytes needed of the device, in all."""
+    """Bytes needed on the device in total."""
     capacity_bytes: int
-    """Memory of the device."""
+    """Memory of the device in bytes."""
     reserve_bytes: NotRequired[int]
-    """Bytes that must stay free; of the plan."""
+    """Bytes that must stay free; only in the plan."""
     headroom_bytes: int
-    """Bytes left of those that may be used: capacity less reserve and need; negative where it does not fit."""
+    """Usable bytes that remain: capacity minus reserve minus need; negative if the layout does not fit."""
 
 
 class Time(TypedDict):
-    """A step's time."""
+    """Time of a step."""
 
     seconds_per_step: float
     seconds_per_step_interval: list[float]
-    """80% prediction interval: its ends."""
+    """80% prediction interval: lower and upper end."""
     waterfall_seconds: dict[str, float]
-    """The step by what takes it; the parts add up to it."""
+    """Step time by component; the parts add up to it."""
     tokens_per_step: int
     tokens_per_second: float
     """Tokens per second of all devices together."""
     tokens_per_second_per_gpu: float
     mfu: float
-    """Model FLOPs utilisation, attention counted as causal."""
+    """Model FLOPs utilisation, with causal attention."""
     mfu_full: float
-    """MFU with attention counted over the whole square."""
+    """MFU with attention counted over the full square."""
     hfu: float
-    """Hardware FLOPs utilisation: with what is computed again."""
+    """Hardware FLOPs utilisation: also counts recomputation."""
     model_flops_per_token: float
     hardware_flops_per_token: float
     peak_flops_per_second: float
-    """Peak of one device, dense, in 16 bits."""
+    """Dense 16-bit peak of one device."""
 
 
 class Prediction(TypedDict):
@@ -84,17 +85,17 @@ class Prediction(TypedDict):
 
     layout: Layout
     num_micro_batches: int
-    """Forward passes of a rank in a step."""
+    """Micro-batches: forward passes of a rank per step."""
     fits: bool
     memory: Memory
     time: Time
 
 
 class Ranked(Prediction):
-    """A layout of the ranking."""
+    """A layout in the ranking."""
 
     out_of_memory_risk: float
-    """Chance that it runs out of memory; the ranking is by the step's time over the chance that it does not."""
+    """Probability of running out of memory; the ranking is by step time divided by the probability of not doing so."""
 
 
 class Scaled(TypedDict):
@@ -102,45 +103,45 @@ class Scaled(TypedDict):
 
     num_gpus: int
     brings: float | None
-    """Marginal scaling efficiency: gain of each added device, over the gain where each brings most."""
+    """Marginal scaling efficiency: gain per added device, relative to the largest such gain."""
     pays: bool
     best: Prediction | None
 
 
 class Explanation(TypedDict):
-    """Why the best layout is the best; with `--explain`."""
+    """Explanation of the best layout; with `--explain`."""
 
     fit: list[Rung]
     changes: list[Change]
     worth: list[Marginal]
     scaling: list[Scaled]
     elsewhere: dict[str, Prediction]
-    """Predictions on as many other devices."""
+    """Predictions on the same number of other devices."""
 
 
 class Search(TypedDict):
-    """The search that a layout was chosen from."""
+    """The search that the layout was chosen from."""
 
     num_legal: int
     num_fitting: int
-    """Layouts that fit, without those that are slower and larger than others: their memory is not computed."""
+    """Number of layouts that fit, without those that are slower and larger than others: their memory is not computed."""
     num_priced: int
     seconds: float
     """Duration of the search."""
     tie_fraction: float
-    """Difference of step times below which the model cannot tell two layouts apart."""
+    """Relative difference of step times below which the model cannot distinguish two layouts."""
     num_tied: int
     ranked: list[Ranked]
-    """The fastest of each way to cut the model, the fastest first; as many as `--top`."""
+    """The fastest layout of each way to shard the model, fastest first; as many as `--top`."""
     front: list[Prediction]
-    """Layouts that no other beats in both time and memory."""
+    """Pareto front: layouts that no other beats in both time and memory."""
     smallest: Prediction | None
     refused: list[Refusal]
     explanation: NotRequired[Explanation]
 
 
 class Compared(TypedDict):
-    """A layout that was compared on a machine whose speed is measured at run time."""
+    """A layout compared on a machine whose speed is measured at run time."""
 
     zero_stage: int
     recompute: str
@@ -154,45 +155,45 @@ class Recomputed(TypedDict):
 
     saved_bytes: float
     added_fraction: float
-    """Added fraction of the step's time."""
+    """Added time as a fraction of the step."""
 
 
 class Failures(TypedDict):
-    """Cost of machine failures: rates of Llama 3 405B's, saves by Young and Daly."""
+    """Cost of machine failures: failure rates of Llama 3 405B, checkpoint interval by Young and Daly."""
 
     between_seconds: float
-    """Mean time between two."""
+    """Mean time between two failures."""
     per_day: float
     save_seconds: float
     """Seconds that a save blocks training."""
     save_is_measured: bool
     save_every_seconds: float
-    """Seconds of training between two saves, at best."""
+    """Optimal time between two saves."""
     restart_seconds: float
     spare_nodes: int
-    """Enough for 99 percent of the time."""
+    """Number of spare nodes that suffices 99 percent of the time."""
     goodput: float
-    """Share of the time that ends up in the model."""
+    """Fraction of the time that contributes to the model."""
 
 
 class IslandsTraffic(TypedDict):
-    """Communication between islands, and the memory kept for it."""
+    """Communication between islands, and the memory that it needs."""
 
     count: int
     every_steps: int
     sent_bytes: int
-    """Bytes that an island sends in one round of so many steps."""
+    """Bytes that an island sends in `every_steps` steps."""
     sent_at_once_bytes: int
     """Bytes of the largest fragment."""
     host_bytes: int
-    """Bytes of host memory, for a rank."""
+    """Bytes of host memory per rank."""
     gradient_bytes: int
-    """Bytes that gradients of the same steps would be."""
+    """Bytes of gradients that the same steps would send without islands."""
     sent_bytes_per_step: float
 
 
 class Plan(TypedDict):
-    """Memory and time of one run, and the search it was chosen from."""
+    """Memory and time of one run, and the search that its layout was chosen from."""
 
     model: str
     num_parameters: int
@@ -200,7 +201,7 @@ class Plan(TypedDict):
     nodes: int
     accelerators_per_node: int
     stack: str
-    """The trainer that is planned for."""
+    """Training framework that the plan is for."""
     layout: Layout
     sequence_length: int
     sequences_per_batch: int
@@ -208,29 +209,29 @@ class Plan(TypedDict):
     document_mask: bool
     optimizer: str
     trainable: bool
-    """True if `ultrascale train` runs it today."""
+    """True if `ultrascale train` can run it today."""
     fits: bool
     memory: Memory
     time: Time | None
-    """null: the device's speed is measured at run time."""
+    """null if the device's speed is measured at run time."""
     failures: Failures | None
-    """null where time is."""
+    """null if `time` is."""
     time_convention: str
     """Convention by which FLOPs are counted."""
     recomputation: NotRequired[dict[str, Recomputed]]
     """Recomputation modes of a model with experts."""
     islands: NotRequired[IslandsTraffic]
-    """Islands of the run, of which the rest of the plan is one."""
+    """Islands of the run, one of which the rest of the plan describes."""
     search: NotRequired[Search]
     compared: NotRequired[list[Compared]]
     budget: NotRequired[Bought]
     """Training that --budget buys."""
     notes: list[str]
-    """Notes not to miss: little headroom, a default that costs time."""
+    """Warnings, such as little headroom or a default that costs time."""
 
 
 class StampedPlan(Plan):
-    """A plan as its own document has it."""
+    """A plan as a document of its own."""
 
     schema: str
 
@@ -244,7 +245,7 @@ class Setting(TypedDict):
 
 
 class Quantity(TypedDict):
-    """A number of two plans."""
+    """A quantity of two plans."""
 
     name: str
     unit: str
@@ -254,17 +255,17 @@ class Quantity(TypedDict):
 
 
 class Compare(TypedDict):
-    """Two plans side by side."""
+    """Two plans compared."""
 
     settings: list[Setting]
     quantities: list[Quantity]
-    """Quantities, those that differ most first."""
+    """Quantities, largest differences first."""
     a: StampedPlan
     b: StampedPlan
 
 
 class PlanFar(TypedDict):
-    """One training on data centres far apart."""
+    """A training run on distant data centres."""
 
     num_parameters: int
     bits_per_parameter: float
@@ -290,22 +291,22 @@ class PlanFar(TypedDict):
 
 
 class ScheduleRank(TypedDict):
-    """A rank of a pipeline over a step."""
+    """A pipeline rank during a step."""
 
     rank: int
     stages: list[int]
     busy_seconds: float
     bubble_seconds: float
     in_flight: int
-    """Activations that live at once, in micro-batches of one stage."""
+    """Peak number of live activations, in micro-batches of one stage."""
     in_flight_for_weights: int
-    """Activations that wait for gradients of weights alone, in micro-batches of one stage."""
+    """Peak number of activations that wait only for weight gradients, in micro-batches of one stage."""
     actions: NotRequired[list[list[Any]]]
-    """Name, start and end of each, in order."""
+    """Name, start and end of each action, in order."""
 
 
 class Timeline(TypedDict):
-    """A step of a pipeline, in the unit of the costs."""
+    """A pipeline step, in the time unit of the costs."""
 
     step_seconds: float
     bubble_fraction: float
@@ -313,7 +314,7 @@ class Timeline(TypedDict):
 
 
 class Schedule(Timeline):
-    """A schedule played."""
+    """A simulated schedule."""
 
     schedule: str
     pp: int
@@ -321,7 +322,7 @@ class Schedule(Timeline):
 
 
 class ScheduleExecuted(TypedDict):
-    """A schedule run on this machine, and as it was planned."""
+    """A schedule run on this machine, with the simulated one."""
 
     schedule: str
     planned: Timeline
@@ -335,11 +336,11 @@ class TraceRow(TypedDict):
     traced: int
     planned: int | None
     percent: float | None
-    """Planned over traced, off by so much."""
+    """Difference of the planned from the traced value, in percent."""
 
 
 class Traffic(TypedDict):
-    """Messages counted."""
+    """Counted messages."""
 
     count: int
     num_bytes: int
@@ -357,17 +358,17 @@ class TraceTraffic(TypedDict):
 
 
 class TraceComparison(TypedDict):
-    """A rank's step traced and planned."""
+    """A rank's step, traced and planned."""
 
     memory: list[TraceRow]
     traffic: list[TraceTraffic]
     flops: list[TraceRow]
     islands: list[TraceRow]
-    """Bytes that an outer step sends and keeps, of a run on islands."""
+    """Bytes that an outer step sends and keeps, for a run with islands."""
 
 
 class TraceMessage(TypedDict):
-    """A collective, or a message of one rank to another."""
+    """A collective, or a message between two ranks."""
 
     tick: int
     step: int
@@ -397,7 +398,7 @@ class TraceMoment(TypedDict):
 
 
 class TracePart(TypedDict):
-    """Storages of one sort that live at the peak."""
+    """Storages of one kind that are live at the peak."""
 
     category: str
     what: str
@@ -407,7 +408,7 @@ class TracePart(TypedDict):
 
 
 class TraceEdit(TypedDict):
-    """A change of the layout that would help."""
+    """A change of the layout that would reduce memory."""
 
     setting: str
     needed_bytes: int
@@ -425,7 +426,7 @@ class Trace(TypedDict):
     world: int
     device: str
     step: int
-    """The one that is told of; steps count from 1."""
+    """The reported step; steps count from 1."""
     micro_batches_traced: int
     micro_batches: int
     peak_bytes: int
@@ -440,7 +441,7 @@ class Trace(TypedDict):
 
 
 class TraceStage(TypedDict):
-    """The peak of the first rank of a stage."""
+    """Peak memory of the first rank of a stage."""
 
     pp: int
     rank: int
@@ -451,7 +452,7 @@ class TraceStage(TypedDict):
 
 
 class Verdict(TypedDict):
-    """The outcome of one case."""
+    """The verdict on one case."""
 
     case: str
     tolerance: float
@@ -478,7 +479,7 @@ class Fault(TypedDict):
     name: str
     what: str
     needs: str
-    """Properties of a run in which it can be planted."""
+    """Properties of a run in which the fault can be planted."""
 
 
 class Faults(TypedDict):
@@ -505,10 +506,10 @@ class SweepRefused(TypedDict):
 
 
 class Sweep(TypedDict):
-    """Layouts of a run, each measured."""
+    """Measurements of many layouts of a run."""
 
     measured: list[dict[str, Any]]
-    """`values` and `run` of a cell, and what `measure speed` says of it, the fastest first."""
+    """`values` and `run` of a cell, and the output of `measure speed`, fastest first."""
     failed: list[SweepFailure]
     refused: list[SweepRefused]
     held: Held
@@ -516,7 +517,7 @@ class Sweep(TypedDict):
 
 
 class Report(TypedDict):
-    """A run's folder summed up. null: the folder does not tell."""
+    """Summary of a run's folder. null: unknown."""
 
     steps: int
     tokens: int | None
@@ -532,7 +533,7 @@ class Report(TypedDict):
     noise_scale_tokens: float | None
     tokens_per_batch: int | None
     memory_percent: float | None
-    """Planned over measured, off by so much."""
+    """Difference of the planned from the measured value, in percent."""
     pictures: list[str]
 
 
@@ -559,7 +560,7 @@ StackSetting = TypedDict("StackSetting", {"value": Any, "from": str | None})
 
 
 class Stack(TypedDict):
-    """A trainer that can be planned for."""
+    """A training framework that can be planned for."""
 
     title: str
     release: str
@@ -569,13 +570,13 @@ class Stack(TypedDict):
 
 
 class Keys(TypedDict):
-    """Keys of a description."""
+    """Configuration keys."""
 
     keys: list[Key]
 
 
 class Rule(TypedDict):
-    """A rule of a description."""
+    """A rule of the configuration."""
 
     of: str
     says: str
@@ -583,13 +584,13 @@ class Rule(TypedDict):
 
 
 class Rules(TypedDict):
-    """Rules of a description."""
+    """Rules of the configuration."""
 
     rules: list[Rule]
 
 
 class Validate(TypedDict):
-    """Predictions held to measured runs."""
+    """Predictions compared with measured runs."""
 
     rows: int
     time: dict[str, list[Errors]]
@@ -598,18 +599,18 @@ class Validate(TypedDict):
     picks: list[dict[str, Any]]
     verdicts: list[dict[str, Any]]
     unrepresentable: list[list[str]]
-    """Rows without a prediction, and why."""
+    """Rows without a prediction, with the reason."""
 
 
 class Doctor(TypedDict):
-    """Findings about a machine, and what would stop a run on it."""
+    """Findings about a machine, and what would prevent a run on it."""
 
     can_train: bool
     findings: list[Finding]
 
 
 class Checkpoints(TypedDict):
-    """Checkpoints of a folder."""
+    """Checkpoints in a folder."""
 
     whole: bool
     read_all: bool
@@ -626,7 +627,7 @@ class Generated(TypedDict):
 
 
 class Exported(TypedDict):
-    """A checkpoint as a Hugging Face folder."""
+    """A checkpoint exported as a Hugging Face folder."""
 
     source: str
     folder: str
@@ -638,7 +639,7 @@ class Exported(TypedDict):
 
 
 class Imported(TypedDict):
-    """A Hugging Face folder as a first checkpoint."""
+    """A Hugging Face folder imported as a first checkpoint."""
 
     source: str
     checkpoint: str
@@ -652,13 +653,13 @@ class Demo(TypedDict):
 
 
 class ShownModel(TypedDict):
-    """Fields that `show models` adds to a model's own."""
+    """Fields that `show models` adds to the model's configuration."""
 
     num_parameters: int
     num_active_parameters: int
-    """Parameters that one token meets."""
+    """Parameters active per token."""
     trainable: bool
-    """True if `ultrascale train` runs it today."""
+    """True if `ultrascale train` can run it today."""
 
 
 class ConvertedFolder(TypedDict):
@@ -668,9 +669,9 @@ class ConvertedFolder(TypedDict):
     files: int
     tensors: int
     left_out: list[str]
-    """Entries that are no tensors."""
+    """Entries that are not tensors."""
     confined_by: list[str]
-    """Confinement of the processes that read the pickles."""
+    """Sandbox of the processes that read the pickles."""
     has_config: bool
 
 
@@ -684,9 +685,9 @@ class PrimerPlace(TypedDict):
     origin: str
     """Source of the peaks."""
     copy_bytes: float | None
-    """Rate that a copy by torch reaches, bytes read and written."""
+    """Rate of a copy by torch, in bytes read and written per second."""
     product_flops: float | None
-    """Rate that a large bf16 GEMM by torch reaches."""
+    """Rate of a large bf16 GEMM by torch, in FLOPs per second."""
 
 
 class PrimerVariant(TypedDict):
@@ -697,9 +698,9 @@ class PrimerVariant(TypedDict):
     """Norm of the difference from torch's result in fp64, over the norm of that."""
     is_right: bool
     seconds: float | None
-    """null in the interpreter, which has no speed."""
+    """null in the interpreter, which has no meaningful speed."""
     rate: float | None
-    """Bytes or FLOPs per second of what must move or be computed."""
+    """Bytes or FLOPs per second, counting only what must be moved or computed."""
     unit: str
     """`B/s` or `FLOP/s`."""
     share: float | None
@@ -731,9 +732,9 @@ class RankSteps(TypedDict):
     mean: dict[str, float]
     """Seconds of a step by category."""
     communication: dict[str, float]
-    """Seconds of a step that NCCL's kernels of an axis took, hidden or not."""
+    """Seconds per step in NCCL kernels of an axis, hidden or exposed."""
     top: list[list[Any]]
-    """Name, category, seconds and count of the longest operations, of all profiled steps together."""
+    """Name, category, seconds and count of the longest operations, over all profiled steps."""
 
 
 class MeasuredStep(TypedDict):
@@ -743,21 +744,21 @@ class MeasuredStep(TypedDict):
     """Profiled steps, counted from 1."""
     ranks: list[RankSteps]
     planned: dict[str, float]
-    """Seconds by category, those that are priced."""
+    """Seconds by category, for the categories that are predicted."""
     planned_origin: str
-    """Basis of the plan."""
+    """Source of the plan."""
     unprofiled_step_seconds: float
-    """The median of as many steps without the profiler, on the first rank."""
+    """Median of as many steps without the profiler, on the first rank."""
     facts: dict[str, Any]
     """Machine, versions, run."""
     step_seconds: float
-    """The mean over steps and ranks."""
+    """Mean over steps and ranks."""
     by_category: dict[str, float]
-    """Seconds of a step, the mean over ranks; they add up to it."""
+    """Seconds per step, mean over ranks; they add up to the step."""
 
 
 class MeasuredNetwork(TypedDict):
-    """Speed of messages."""
+    """Measured speed of messages."""
 
     device: str
     ranks: int
@@ -790,7 +791,7 @@ class SoakKind(TypedDict):
 
 
 class Soak(TypedDict):
-    """Effects of a storm of faults."""
+    """Outcome of injected faults."""
 
     holds: bool
     equal_losses: bool
@@ -798,7 +799,7 @@ class Soak(TypedDict):
     steps: int
     seconds: float
     faults: int
-    """Faults that struck."""
+    """Number of faults that struck."""
     kinds: dict[str, SoakKind]
     steps_lost: int
     goodput: float | None
@@ -807,12 +808,12 @@ class Soak(TypedDict):
 
 
 class Trained(TypedDict):
-    """End of a run."""
+    """Result of a training command."""
 
     finished: bool
     folder: str
     last: dict[str, Any] | None
-    """The last row of metrics.jsonl."""
+    """Last row of metrics.jsonl."""
 
 
 class TokenFiles(TypedDict):
@@ -823,20 +824,20 @@ class TokenFiles(TypedDict):
     dtype: str
     num_shards: int
     skipped: dict[str, int]
-    """Documents left out, by reason."""
+    """Number of documents left out, by reason."""
     inexact_cuts: int
-    """Cuts of very long documents that may have changed a few ids."""
+    """Number of splits of very long documents that may have changed a few ids."""
     content: str
-    """Fingerprint of all of it."""
+    """Fingerprint of the whole content."""
     tokenizer: TokenizerFacts
 
 
 class DataPrepared(TokenFiles):
-    """Token files that were made."""
+    """Token files that were written."""
 
     output: str
     validation: TokenFiles | None
-    """Text held out."""
+    """Held-out text."""
 
 
 class ShardFacts(TypedDict):
@@ -865,7 +866,7 @@ class SequencePart(TypedDict):
     position: int
     tokens: int
     begins: bool
-    """True if the document begins there."""
+    """True if the document begins in this sequence."""
     ids: list[int]
     text: str | None
 
@@ -887,7 +888,7 @@ class DataInspected(TypedDict):
     shards: list[ShardFacts]
     manifest: NotRequired[TokenFiles]
     verified: NotRequired[bool]
-    """True with --verify: everything was read and is right."""
+    """True with --verify: everything was read and is valid."""
     document: NotRequired[DocumentSample]
     sequence: NotRequired[SequenceSample]
 

@@ -30,12 +30,12 @@ def names() -> list[str]:
 
 
 def file_of(name: str) -> Path:
-    """Path of a schema."""
+    """Path of the file of a schema."""
     return FOLDER / (f"{RUN_TOML}.json" if name == RUN_TOML else f"{name}-{VERSIONS[name]}.json")
 
 
 def schema_of(name: str) -> dict[str, Any]:
-    """The schema of one document, or of run.toml."""
+    """Schema of one document, or of run.toml."""
     return _run_toml() if name == RUN_TOML else _document(name)
 
 
@@ -57,7 +57,7 @@ def _document(name: str) -> dict[str, Any]:
 
 
 def _object(kind: Any, defs: dict[str, Any]) -> dict[str, Any]:
-    """The schema of a dataclass or typed dictionary, every key with its description; no other keys."""
+    """Schema of a dataclass or typed dictionary, every key with its description; no other keys are allowed."""
     from ultrascale.config.reference import docs_of
 
     hints = get_type_hints(kind)
@@ -73,7 +73,7 @@ def _object(kind: Any, defs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _has_source(kind: Any) -> bool:
-    """True if it is written as a class: a typed dictionary with a key such as `from` is a call."""
+    """True if the type is written as a class; a typed dictionary with a key such as `from` is written as a call."""
     import inspect
 
     try:
@@ -83,7 +83,7 @@ def _has_source(kind: Any) -> bool:
 
 
 def _of(kind: Any, defs: dict[str, Any]) -> dict[str, Any]:
-    """The schema of a type; classes are named once, in `defs`."""
+    """Schema of a type; classes are defined once, in `defs`."""
     origin, inner = get_origin(kind), get_args(kind)
     if kind is Any:
         return {}
@@ -112,7 +112,7 @@ def _with_description(schema: dict[str, Any], text: str | None) -> dict[str, Any
 
 
 def _run_toml() -> dict[str, Any]:
-    """Schema of a run's TOML file: nested tables, every key with what it is, its range or choices, and its default."""
+    """Schema of a run's TOML file: nested tables, every key with its description, its range or choices, and its default."""
     from ultrascale.config.reference import STAND_INS, about
     from ultrascale.config.schema import leaves, sections
 
@@ -140,8 +140,8 @@ def _run_toml() -> dict[str, Any]:
 
 
 def _toml_value(key: str, kind: Any) -> dict[str, Any]:
-    """A value as TOML has it: "none" for nothing, "4M" for tokens and counts, "128k" for lengths, "20GiB" for bytes, "30m" for
-    times; tables in lists."""
+    """Schema of a value in TOML: "none" for nothing, "4M" for tokens and counts, "128k" for lengths, "20GiB" for bytes, "30m"
+    for times; tables in lists."""
     from ultrascale.config.ranges import limits_of
     from ultrascale.config.schema import TIMES, UNITS, default_of
     from ultrascale.description.run import RampStage
@@ -174,12 +174,12 @@ def _plain(value: Any) -> Any:
 
 
 def text_of(name: str) -> str:
-    """A schema as its file holds it."""
+    """Text of a schema's file."""
     return json.dumps(schema_of(name), indent=1) + "\n"
 
 
 def write() -> None:
-    """Write all schemas into the package, and remove those that are no more."""
+    """Write all schemas into the package, and remove obsolete ones."""
     FOLDER.mkdir(exist_ok=True)
     texts = {file_of(name): text_of(name) for name in names()}
     for path in FOLDER.glob("*.json"):

@@ -20,7 +20,7 @@ VERSIONS = {
 
 
 def stamped(name: str, document: Mapping[str, Any]) -> dict[str, Any]:
-    """`document` with the schema that it follows before its keys, of what JSON has: lists and no tuples."""
+    """`document` preceded by the schema that it follows, with lists in place of tuples."""
     return {"schema": f"ultrascale/{name}/{VERSIONS[name]}", **_plain(document)}
 
 

@@ -55,12 +55,12 @@ VERBS: dict[Any, tuple[str, Any, str]] = {
 }
 """Positional arguments of each verb, its options, and its result."""
 WRITTEN = {str: "_Words", Path: "str | PathLike[str]", int: "int | str", float: "float", bool: "bool"}
-"""Accepted types where the command line reads a type: several values where commas may stand, 4k for 4,096."""
+"""Accepted types for each option type: several values where commas are allowed, 4k for 4,096."""
 WIDTH = 116
 
 
 def text() -> str:
-    """The stub."""
+    """Text of the stub."""
     public = sorted(["SpecError", "__version__", "compare", *(verb.__name__ for verb in VERBS)])
     every = "__all__ = [\n" + "".join(f'    "{name}",\n' for name in public) + "]\n"
     plans = "a: Plan | str | PathLike[str], b: Plan | str | PathLike[str]"

@@ -1,6 +1,6 @@
-"""Models known by name, so that planning needs no network.
+"""Presets of known models, so that planning needs no network.
 
-model_presets   the presets of `catalogue/models.toml`, and how a name is looked up
-model_table     how that file is read
-model_names     how people and hubs write names
+model_presets   the presets of `catalogue/models.toml`, and the lookup of names
+model_table     reader of that file
+model_names     spellings of names by people and hubs
 """

@@ -1,9 +1,9 @@
-"""Names of models as people and hubs write them, brought to those of the presets.
+"""Names of models as people and hubs write them, mapped to those of the presets.
 
-`meta-llama/Meta-Llama-3-8B-Instruct`, `Llama 3 8B`, `llama3-8b` and `Llama-3-8B-hf` are all `llama-3-8b`: what was tuned after
-pretraining has the same shape, though perhaps another number of positions. Of dates only those of releases that are known to
-have the shape are left out: Qwen 3's of 2507 and Kimi K2's of 0905 have other rotary positions. Nothing is guessed beyond that:
-a name that is not a preset's then is refused.
+`meta-llama/Meta-Llama-3-8B-Instruct`, `Llama 3 8B`, `llama3-8b` and `Llama-3-8B-hf` are all `llama-3-8b`: a fine-tuned model
+has the same shape, though perhaps another number of positions. Only dates of releases that are known to have the same shape are
+dropped: Qwen 3's of 2507 and Kimi K2's of 0905 have other RoPE settings. Nothing else is guessed: any other name that is not a
+preset's is refused.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _SCALE = {"m": 1e6, "b": 1e9, "t": 1e12}
 
 
 def normal_name(text: str) -> str:
-    """A name in lower case, without its owner and what was done after pretraining."""
+    """A name in lower case, without its owner and the suffix of fine-tuning."""
     name = re.sub(r"[\s_]+", "-", _OWNER.sub("", text.strip().lower().rstrip("/")))
     name = re.sub(r"^meta-", "", _DATE.sub("", _TUNED.sub("", name))).replace("qwen-2.5", "qwen2.5").replace("qwen-3", "qwen3")
     return _JOINED.sub(lambda match: _APART[match[1]], name)
 
 
 def parameters_in_name(text: str) -> float | None:
-    """Parameters, where a name is nothing but their number: `40B`, `7b`, `8030000000`."""
+    """Number of parameters, if a name is nothing but that number: `40B`, `7b`, `8030000000`."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([mbt])?", text.strip().lower())
     if match is None:
         return None

@@ -1,4 +1,4 @@
-"""Models known by name, so that planning needs no network: `catalogue/models.toml`, with its sources."""
+"""Presets of known models, so that planning needs no network: `catalogue/models.toml`, with its sources."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ultrascale.description.architecture.weights import num_parameters
 from ultrascale.description.problems import mistake
 
 NEAREST = 3
-"""Names that a wrong one is answered with."""
+"""Number of names suggested for an unknown one."""
 
 
 def preset(name: str) -> Model:
-    """The model called `name`, as people and hubs write it (`catalogue.models.model_names`). Raises SpecError with the nearest
+    """The model named `name`, in any common spelling (`catalogue.models.model_names`). Raises SpecError with the nearest
     names."""
     for key in (name.strip().lower(), normal_name(name)):
         key = ALIASES.get(key, key)
@@ -27,7 +27,7 @@ def preset(name: str) -> Model:
 
 
 def _unknown(name: str) -> tuple[str, str]:
-    """The fault of a name, and a remedy."""
+    """Rule and remedy for an unknown name."""
     everything = "`ultrascale show models` lists them all."
     if "/" in name and (name.startswith((".", "/", "~")) or name.endswith((".json", "/"))):
         return f"there is no file or folder {name!r}", "Give a folder that holds a config.json, or a preset's name."

@@ -1,5 +1,5 @@
-"""Trainers that can be planned for, one TOML file each.
+"""Training frameworks that can be planned for, one TOML file each.
 
-stack              what there is to say of a trainer
-stack_files        the files, read
+stack              settings of a framework
+stack_files        reader of the files
 """

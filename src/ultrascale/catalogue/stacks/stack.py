@@ -1,11 +1,11 @@
-"""Stacks: the tensors that a framework keeps in memory, and the communication it overlaps. One layout costs differently in
-different frameworks.
+"""Stacks: the tensors that a framework keeps in memory, and the communication that it overlaps. The same layout has different
+costs in different frameworks.
 
-    state        bytes per parameter, by who keeps what in which dtype, and what its ZeRO cuts
-    kernels      what is fused, which decides what is saved for the backward pass
-    overlap      which collectives run beside computation
+    state        bytes per parameter of each tensor and its dtype, and which of them ZeRO shards
+    kernels      fused kernels, which determine the tensors that are saved for the backward pass
+    overlap      collectives that overlap with computation
 
-This says what there is to say; what each trainer does is said by its file in `catalogue/stacks`, with where it was read
+This file defines the settings; the values of each framework are in its file in `catalogue/stacks`, with their sources
 (`catalogue.stacks.stack_files`). Every field is a setting: `ultrascale plan --stack megatron --stack.dispatcher deepep`.
 """
 
@@ -24,108 +24,112 @@ Selective = Literal["modules", "elementwise", "attention", "alternate-products",
 
 @dataclass(frozen=True)
 class Kernels:
-    """Kernels that are fused on one device."""
+    """Fused kernels on one device."""
 
     cross_entropy: Literal["chunked", "fused", "compiled", "unfused", "eager"] = "chunked"
-    """chunked: logits never exist whole, gradients are kept instead. fused: one kernel leaves the gradient in their place.
-    compiled: logits are kept, their gradient is made beside them. unfused: an fp32 copy becomes softmax, then gradient. eager:
-    `F.cross_entropy` of an fp32 copy, three of them at the peak."""
+    """chunked: the logits never exist as a whole, gradients are kept instead. fused: one kernel overwrites them with their
+    gradient. compiled: logits are kept, and their gradient is allocated beside them. unfused: an fp32 copy becomes softmax,
+    then gradient. eager: `F.cross_entropy` of an fp32 copy, three of them at the peak."""
     swiglu: bool = True
-    """The product is made by one kernel which saves only its two inputs."""
+    """The product of gate and up is computed by one kernel, which saves only its two inputs."""
     rotary: bool = True
-    """Turning queries and keys saves nothing and keeps no second copy."""
+    """RoPE saves nothing and keeps no second copy of queries and keys."""
     norm: bool = True
-    """One kernel which saves its input and a number per row."""
+    """One kernel, which saves its input and one number per row."""
     attention: Literal["flash", "math"] = "flash"
-    """math: scores exist, S x S per head, and are saved with their probabilities."""
+    """math: the scores, S x S per head, exist and are saved with the probabilities."""
     dropout: bool = False
-    """Masks of one byte per element are saved after attention and MLP."""
+    """Dropout masks of one byte per element are saved after attention and MLP."""
     compiled: bool = False
-    """A compiler fuses element-wise work between products and recomputes what is cheap: results of norms and activation
+    """A compiler fuses element-wise operations between GEMMs and recomputes cheap ones: results of norms and activation
     functions are not saved."""
     joins_projections: bool = False
-    """One product makes queries, keys and values, one makes gate and up."""
+    """One GEMM computes queries, keys and values, one computes gate and up."""
     value_is_view: bool = False
-    """Values stay in that product's result, which is kept whole beside the queries and keys made from it. Read only if
+    """Values are a view of that GEMM's result, which is kept as a whole beside the queries and keys made from it. Read only if
     joins_projections."""
     gathers_again: bool = True
     """True if with sequence parallelism the input of a column-parallel GEMM is saved sharded, and all-gathered again for the
     weight's gradient (Megatron); else it is saved unsharded (DTensor)."""
     gathers_logits: bool = False
-    """The loss sees the whole vocabulary in fp32 on every rank of tp, and it is kept; else each rank sees its part."""
+    """The loss reads the logits of the whole vocabulary in fp32 on every rank of tp, and they are kept; else each rank has its
+    shard."""
     copies_attended: bool = False
-    """Attention's result is copied into another order before its output projection, and both are kept."""
+    """The result of attention is copied into another order before its output projection, and both are kept."""
     spans: bool = False
-    """True if in 16 bits on CUDA, without cp, the attention kernel is given document ends and the window's width (ours)."""
+    """True if in 16 bits on CUDA, without cp, the attention kernel is given document boundaries and the window size (this
+    package)."""
     own_fp8: bool = False
-    """True if in fp8 ranks of tp agree on the scales of sharded tensors, and factors are rounded in operations of their own
-    (ours)."""
+    """True if in fp8 ranks of tp agree on the scales of sharded tensors, and operands are quantized by separate operations
+    (this package)."""
     fp8_scaling: Literal["delayed", "tensor", "row"] = "delayed"
-    """Scales of fp8 in other trainers (ours: `layout.fp8_scaling`). delayed: one for a tensor, of steps before (Transformer
-    Engine). tensor: its own largest magnitude, for which it is read once more. row: one for each row of each product's factors
-    (torchao's rowwise), so that a tensor is scaled and cast twice, by its rows and by its columns, and ranks of tp gather it
-    before that, in 16 bits. In MXFP8 and NVFP4 row counts as tensor."""
+    """Scales of fp8 in other frameworks (in this package: `layout.fp8_scaling`). delayed: one per tensor, from earlier steps
+    (Transformer Engine). tensor: from its own amax, for which it is read once more. row: one per row of each GEMM's operands
+    (torchao's rowwise), so that a tensor is scaled and cast twice, by rows and by columns, and ranks of tp all-gather it before
+    that, in 16 bits. In MXFP8 and NVFP4 row counts as tensor."""
     masks_in_kernel: bool = False
-    """The attention kernel knows documents and windows by itself; else they take a mask, and the full square is computed."""
+    """The attention kernel supports documents and windows itself; else they need a mask, and the full square is computed."""
     rounds_again: bool = False
-    """In 8 bits and fewer the output projection keeps attention's result as the kernel does, and rounds it once more backward
-    (Transformer Engine's save_original_input); else both forms are kept."""
+    """In 8 bits or fewer the output projection keeps attention's result as the kernel computes it, and quantizes it again in
+    the backward pass (Transformer Engine's save_original_input); else both forms are kept."""
     keeps_narrow_gates: bool = False
-    """In 8 bits and fewer SwiGLU keeps its inputs rounded, and its result is made again from them (DeepSeek-V3)."""
+    """In 8 bits or fewer SwiGLU keeps its inputs quantized, and its result is recomputed from them (DeepSeek-V3)."""
     drops_unseen_keys: bool = True
-    """A ring of keys and values sends on only what a rank further on will look at (ours); else all of it, all the way round."""
+    """A ring of keys and values forwards only what later ranks attend to (this package); else all of it, all the way round."""
     repeats_keys: bool = False
-    """Keys and values are repeated to as many heads as queries have before attention, and so travel over cp."""
+    """Keys and values are repeated to the number of query heads before attention, and are sent over cp in that form."""
     widens_key_gradients: bool = True
-    """Gradients of keys and values are fp32 between ranks of cp, which all add to them; else as wide as activations."""
+    """Gradients of keys and values are fp32 between ranks of cp, which all accumulate into them; else as wide as
+    activations."""
     sorts_own_rows: bool = True
-    """Rows of tokens are sorted by expert once more before the products, and back behind them, also where none came from
-    another rank; else (ours) only where some did."""
+    """Rows of tokens are always sorted by expert before the GEMMs, and sorted back after them, even if none came from another
+    rank; else (this package) only if some did."""
     fuses_permutation: bool = False
-    """Tokens are put into the order of their experts by few kernels (Megatron's --moe-permute-fusion, DeepEP's)."""
+    """Few kernels permute tokens into the order of their experts (Megatron's --moe-permute-fusion, DeepEP's)."""
     weighs_before_combining: bool = False
-    """Experts' outputs are weighed by their scores on the rank of the expert: what comes back is summed, and not saved."""
+    """Outputs of experts are weighted by their scores on the expert's rank: the returned rows are summed, and not saved."""
 
 
 @dataclass(frozen=True)
 class Overheads:
-    """Time that belongs to a program and not to the mathematics, found in its published runs."""
+    """Time of a program beyond the modelled operations, fitted to its published runs."""
 
     op_seconds: float = 1e-5
-    """Python and the dispatcher need this long to launch one operation of the table; a device that is faster waits."""
+    """Host time of one operation in seconds, in Python and the dispatcher; a device that is faster waits."""
     expert_op_seconds: float = 0.0
-    """Least seconds per operation in models with experts: permutations are many kernels, and the host waits for how many tokens
-    each expert got."""
+    """Least seconds per operation in models with experts: permutations are many kernels, and the host waits for the number of
+    tokens of each expert."""
     fused_permutation: float = 1.0
-    """Fraction of those seconds that is left where `kernels.fuses_permutation`."""
+    """Fraction of those seconds that remains with `kernels.fuses_permutation`."""
     collective_seconds: float = 3e-5
-    """Seconds of the host per collective inside a block."""
+    """Host seconds per collective inside a block."""
     hops_per_rank: float = 0.0
-    """Network hops per rank of tp that a collective of tp takes the host where a pipeline spans nodes, instead of
-    `collective_seconds`; the device computes meanwhile."""
+    """Host time of a tp collective if a pipeline spans nodes, in network hops per rank of tp, in place of `collective_seconds`;
+    the device computes meanwhile."""
     hop_growth: float = 0.0
-    """Growth of such a hop: it is longer by this fraction of itself, times tp squared."""
+    """Growth of such a hop: longer by this fraction of itself, times tp squared."""
     stall_seconds: float = 0.0
-    """A stop on `stall_nodes` nodes or more: of every micro-batch for each neighbour that a rank has in the pipeline, of every
-    step twice without a pipeline."""
+    """Seconds of a stall on `stall_nodes` nodes or more: in a pipeline, per micro-batch and neighbour of the rank; without one,
+    twice per step."""
     stall_nodes: int = 0
     products: float = 1.0
-    """Time of products and attention over that of the same in Megatron: what clocks, streams and copies between them cost."""
+    """Time of GEMMs and attention relative to Megatron's: the cost of clocks, streams and copies between them."""
     attention: float = 1.0
-    """Time of attention over that of the kernel named by `attention_kernel`: older versions, biases, copies around it."""
+    """Time of attention relative to the kernel in `attention_kernel`: older versions, biases, copies around it."""
     elementwise: float = 1.0
-    """Time of element-wise work over that of its bytes: what is not fused as `kernels` says, or reads with strides."""
+    """Time of element-wise operations relative to that of their bytes: operations not fused as `kernels` says, or strided
+    reads."""
     expert_elementwise: float = 1.0
-    """Further factor in models with experts: for a dispatch that is made of single operations."""
+    """Further factor in models with experts: for a dispatch made of single operations."""
 
 
 @dataclass(frozen=True)
 class Stack:
-    """One trainer."""
+    """One training framework."""
 
     name: str
     weight_bytes: int = 0
-    """Bytes per element of the weights that passes read, where they stay between steps beside the master weights; 0: cast from
+    """Bytes per element of the weights that passes read, if they are kept between steps beside the master weights; 0: cast from
     the master weights when needed."""
     gradient_bytes: int = 4
     """Bytes per element of the gradient in which micro-batches are accumulated."""
@@ -136,29 +140,32 @@ class Stack:
     optimizer: str = "adamw"
     """One of `OPTIMIZERS`."""
     shards_gradients_from: int = 2
-    """Lowest ZeRO stage that cuts gradients between micro-batches; 4: they stay whole until the last."""
+    """Lowest ZeRO stage that shards gradients between micro-batches; 4: they stay unsharded until the last."""
     gathers: Literal["buckets", "whole"] = "buckets"
-    """buckets: parameters are gathered from shards bucket by bucket (FSDP); whole: they are there, gathered after updates."""
+    """buckets: parameters are all-gathered from shards bucket by bucket (FSDP); whole: they stay unsharded, all-gathered after
+    updates."""
     kernels: Kernels = Kernels()
     reduce_bytes: int = 4
     """Bytes per element of gradients on the network."""
     optimizer_temporary_bytes: int = 0
-    """Per parameter it updates, what the optimizer makes and drops: 4 for a multi-tensor Adam that is not one kernel."""
+    """Bytes of temporaries per updated parameter in the optimizer: 4 for a multi-tensor Adam that is not one kernel."""
     fuses_gradient_accumulation: bool = False
-    """Products add to the summed gradient themselves: no gradient of a micro-batch exists but those of embedding and head, for
-    a moment. Read only if gathers = "whole"."""
+    """GEMMs accumulate into the summed gradient directly: no gradient of a single micro-batch exists but, briefly, those of
+    embedding and head. Read only if gathers = "whole"."""
     keeps_dummy_gradients: bool = False
-    """A gradient that nobody reads stays for every distinct shape of a linear layer (Transformer Engine from 2.3 on)."""
+    """An unused gradient is kept for every distinct shape of a linear layer (Transformer Engine from 2.3 on)."""
     stage_cut: StageCut = "even"
-    """Blocks of the stages of a pipeline. even: as many in each. balanced: so that the slowest is as fast as can be, the head
-    counted (`plan.time.stage_cut`). by-share: blocks and head in a row, cut where a stage's share of the FLOPs is used up."""
+    """Distribution of blocks over pipeline stages. even: the same number in each. balanced: such that the slowest stage is as
+    fast as possible, the head counted (`plan.time.stage_cut`). by-share: blocks and head in order, split where a stage's share
+    of the FLOPs is used up."""
     overlaps_data_parallel: bool = True
-    """Gathers and reductions of data parallelism run beside computation."""
+    """All-gathers and reductions of data parallelism overlap with computation."""
     shards_lone_experts: bool = True
-    """FSDP wraps experts that no other rank has a copy of too, which copies them when they are gathered."""
+    """FSDP also wraps experts that no other rank replicates, and copies them when they are all-gathered."""
     keeps_reduced: bool = True
-    """A gradient is summed over micro-batches in the dtype of its reduction, and the buffer of its sum over copies stays to the
-    end of the backward pass (FSDP2); else it is cast as soon as it is reduced (FSDP1). Read only if gathers = "buckets"."""
+    """A gradient is accumulated over micro-batches in the dtype of its reduction, and the buffer of its sum over replicas is
+    kept until the end of the backward pass (FSDP2); else it is cast as soon as it is reduced (FSDP1). Read only if gathers =
+    "buckets"."""
     sums_whole_gradients: bool = False
     """True if with ZeRO 1 gradients are all-reduced, not reduce-scattered, after the last backward pass and without overlap;
     all-gathered parameters are copied to their places piece by piece (`plan.time.data_traffic`). Read only if gathers =
@@ -168,90 +175,92 @@ class Stack:
     """True if tp communication in the backward pass of a column-parallel GEMM overlaps with its own two GEMMs
     (`plan.time.blocks.PartSeconds.tp_beside`), also where nothing else is overlapped."""
     overlaps_expert_parallel: bool = False
-    """A forward pass runs beside the backward pass of another micro-batch, and each computes while the other's tokens travel to
-    experts and back (Megatron's overlap_moe_expert_parallel_comm, for pipelines of several stages a rank)."""
+    """A forward pass runs beside the backward pass of another micro-batch, and each computes during the other's expert
+    all-to-all (Megatron's overlap_moe_expert_parallel_comm, for pipelines with several stages per rank)."""
     dispatcher: Literal["alltoall", "deepep", "hybridep"] = "alltoall"
-    """Dispatcher of tokens to experts. alltoall: one copy for each of a token's experts. deepep (nodes), hybridep (racks): a
-    token goes once to each node that has some of its experts, and spreads inside; in a node once to each rank."""
+    """Dispatcher of tokens to experts. alltoall: one copy per expert of a token. deepep (nodes), hybridep (racks): a token is
+    sent once to each node with some of its experts, and distributed there; within a node, once to each rank."""
     sends_tokens_in_fp8: bool = False
-    """True if in fp8 tokens travel to their experts in fp8; results return in bf16. Read only if dispatcher is not alltoall."""
+    """True if in fp8 tokens are sent to their experts in fp8; results return in bf16. Read only if dispatcher is not
+    alltoall."""
     token_nodes: int = 0
-    """Nodes that a token's experts lie on, where a benchmark's gate decides it; 0: as uniform draws find them."""
+    """Number of nodes with a token's experts, if a benchmark's gate fixes it; 0: as for uniform random routing."""
     cuda_graphs: bool = False
-    """A step is launched as one graph: no operation waits for its launch."""
+    """A step is launched as one CUDA graph: no operation waits for its launch."""
     overlaps_sends: bool = True
     selective: Selective = "elementwise"
-    """Recomputation of recompute = "selective": modules that save most per second (ours, `work.recompute`); all but GEMMs and
-    attention; attention's core (Megatron); every second GEMM and what is element-wise (torchtitan's per-op policy); or all but
-    attention's GEMMs (MaxText's save_dot_except_mlpwi: the result of the MLP's second GEMM is in its list too, but no gradient
-    reads it)."""
+    """Recomputation of recompute = "selective": modules that save most bytes per second (this package, `work.recompute`); all
+    but GEMMs and attention; core attention (Megatron); every second GEMM and element-wise operations (torchtitan's per-op
+    policy); or all but attention's GEMMs (MaxText's save_dot_except_mlpwi: the result of the MLP's second GEMM is in its list
+    too, but no gradient reads it)."""
     offloads_parameters: bool = True
     """True if with the optimizer on the host no parameter stays on the device between steps; else the all-gathered ones do.
     Read only if gathers = "buckets"."""
     overlaps_offloaded_update: bool = False
-    """An optimizer on the host updates a block while gradients of the next come down and parameters of the last go up."""
+    """An optimizer on the host updates a block while gradients of the next are copied to the host and parameters of the last to
+    the device."""
     stops_early: bool = False
-    """A block that is run again is left once all is there that its backward pass reads: before a last product that only keeps
-    its input (torch.utils.checkpoint without re-entrance)."""
+    """Recomputation of a block stops once everything that its backward pass reads is available: before a last GEMM of which
+    only the input is saved (torch.utils.checkpoint with use_reentrant=False)."""
     attention_kernel: Literal["flash", "cudnn", "flash-2", "contest"] = "flash-2"
-    """Fused attention kernel where several can run: `plan.laws.compute.attention_seconds`. On Ampere they are one. contest: the
-    fastest that supports the run (`plan.time.attention_choice`)."""
+    """Fused attention kernel, if several can run: `plan.laws.compute.attention_seconds`. On Ampere they are the same. contest:
+    the fastest that supports the run (`plan.time.attention_choice`)."""
     overheads: Overheads = Overheads()
     bucket_bytes: int = 0
-    """Bytes of one gradient reduction; 0: a block at a time, or as `bucket_parameters` says."""
+    """Bytes of one gradient reduction; 0: one block at a time, or as in `bucket_parameters`."""
     bucket_parameters: int = 0
-    """Parameters whose gradients are reduced together, where reductions run beside computation; else all of a rank's are."""
+    """Parameters whose gradients are reduced together, if reductions overlap with computation; else all of a rank's are."""
     bucket_parameters_per_rank: int = 0
-    """Least parameters of a bucket per rank that reduces, so that rings stay bound by bandwidth."""
+    """Least parameters of a bucket per reducing rank, so that rings stay bandwidth-bound."""
     pads_vocab_to: int = 1
     """The vocabulary is padded to a multiple of this times tp."""
     keeps_outputs: bool = False
     """True if in a pipeline the last stage keeps the logits of all micro-batches to the end of a step, for its caller (torch's
-    runtime, unless given `return_outputs=False`, as ours is)."""
+    runtime, unless given `return_outputs=False`, as in this package)."""
     joins_segments: bool = True
-    """Freed memory of torch's allocator is one range, whatever was asked of CUDA first: expandable segments, which torchtitan's
-    launcher sets. Else what is larger than any free segment is taken anew. Read only if gathers = "buckets": where gradients
-    have their place from the start, nothing large is made late."""
+    """Freed memory of torch's allocator is one range, in whatever pieces it was allocated: expandable segments, which
+    torchtitan's launcher enables. Else an allocation larger than any free segment takes a new one. Read only if gathers =
+    "buckets": where gradients are allocated at the start, no large allocation comes late."""
 
     @property
     def reduces_from(self) -> int:
-        """Lowest ZeRO stage that reduces gradients after every micro-batch where parameters are gathered in buckets."""
+        """Lowest ZeRO stage that reduces gradients after every micro-batch if parameters are all-gathered in buckets."""
         return max(2, self.shards_gradients_from)
 
 
 UPDATED_TOGETHER = {"cpu": 1 << 16, "cuda": 1 << 23}
-"""Elements whose narrow moments we widen at once: in cache, or enough for few launches."""
+"""Elements whose narrow moments this package widens at once: few enough for the cache, or enough for few launches."""
 WIDENED_BYTES = {"adamw-bf16": 44, "adamw-8bit": 65}
-"""Bytes per widened element, beside its own moments: moments widened, random numbers, their hashes. Measured
+"""Bytes per widened element, in addition to its own moments: widened moments, random numbers, their hashes. Measured
 (tests/agree)."""
 SCALED_TOGETHER = 256
-"""Moments in 8 bits that have one scale, in fp32 (torchao, bitsandbytes)."""
+"""Elements of 8-bit moments that share one scale, in fp32 (torchao, bitsandbytes)."""
 OPTIMIZERS = {
     "adamw": 8.0,  # two moments in fp32
     "adamw-bf16": 4.0,  # two moments in bf16
-    "adamw-8bit": 2.0 + 2 * 4 / SCALED_TOGETHER,  # of one byte, a scale for each 256 (Dettmers et al. 2022; torchao)
-    "muon": 4.0,  # one momentum in fp32 (Jordan et al. 2024) of matrices; embedding and head have two, counted where they are
+    "adamw-8bit": 2.0 + 2 * 4 / SCALED_TOGETHER,  # two of one byte, one scale per 256 (Dettmers et al. 2022; torchao)
+    "muon": 4.0,  # one momentum in fp32 (Jordan et al. 2024) for matrices; embedding and head have two moments, counted there
 }
-"""Bytes of optimizer state per parameter beside the master weight."""
+"""Bytes of optimizer state per parameter, in addition to the master weight."""
 
 
 ORTHOGONALISED_BYTES = 7
-"""Bytes per element of a matrix while ours has all of them together, about: input and result, in bf16, and the buffers of
-messages. `plan.memory.muon_update` has it to the byte."""
+"""Approximate bytes per element of a matrix in this package while a rank has all of them together: input and result, in bf16,
+and message buffers. `plan.memory.muon_update` has the exact number."""
 
 
 KERNEL_OF_CORE: dict[AttentionCore, Literal["flash", "cudnn", "flash-2"]] = {
     "flex": "flash-2", "flash-2": "flash-2", "cudnn": "cudnn", "flash-3": "flash", "flash-4": "flash",
 }  # fmt: skip
-"""Kernel that runs under the name of a core; the others leave it open: `auto` and `fastest` to a contest, `sdpa`, and `varlen`
-where nothing is masked, to torch, which on Hopper takes cuDNN's where that can (2.11), elsewhere flash attention 2."""
+"""Kernel behind the name of an attention core; the others leave it open: `auto` and `fastest` to a contest, `sdpa`, and
+`varlen` without masks, to torch, which on Hopper uses cuDNN's where it can (2.11), elsewhere flash attention 2."""
 FLEX_OVER_FLASH = 1.16
-"""Time of FlexAttention over that of flash attention 2: 0.9 of its rate forward, 0.85 backward, which is 2.5 times the work
-(He et al., "FlexAttention", PyTorch 2024)."""
+"""Time of FlexAttention relative to flash attention 2: 0.9 of its rate forward, 0.85 backward, which is 2.5 times the work (He
+et al., "FlexAttention", PyTorch 2024)."""
 
 
 def program_overheads(stack: Stack, num_experts: int) -> Overheads:
-    """Overheads that the framework adds to a model with so many experts."""
+    """Overheads that the framework adds for a model with this many experts."""
     overheads = stack.overheads
     if num_experts:
         fuses = stack.kernels.fuses_permutation
@@ -262,7 +271,8 @@ def program_overheads(stack: Stack, num_experts: int) -> Overheads:
 
 
 def with_attention(stack: Stack, core: AttentionCore, *, deterministic: bool = False) -> Stack:
-    """The stack with `layout.attention`, if it is ours: others have their own. `deterministic`: without cuDNN's."""
+    """The stack with `layout.attention`, if it is this package's: others have their own. `deterministic`: without cuDNN's
+    kernel."""
     if stack.name != "ultrascale":
         return stack
     kernels = replace(stack.kernels, spans=core != "sdpa", masks_in_kernel=core in ("varlen", "flex", *FLASH_PACKAGES))
@@ -275,7 +285,7 @@ def with_attention(stack: Stack, core: AttentionCore, *, deterministic: bool = F
 
 
 def with_optimizer(stack: Stack, name: str) -> Stack:
-    """The stack with another optimizer. Raises SpecError if there is no such one."""
+    """The stack with another optimizer. Raises SpecError if it does not exist."""
     if name not in OPTIMIZERS:
         rule = f"there is no optimizer called {name!r}"
         raise mistake("optimizer", rule, f"Choose one of {', '.join(OPTIMIZERS)}.")

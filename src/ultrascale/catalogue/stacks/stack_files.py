@@ -1,13 +1,14 @@
-"""The trainers that are planned for, one file each in `catalogue/stacks`: what they do, and where that was read.
+"""Training frameworks that can be planned for, one file each in `catalogue/stacks`: their behaviour, and the source of each
+fact.
 
-title, release      what it is, and the release that was read
-words, near         what a run's `framework` says where it is this program, or one it stands for
-extends             the stack whose settings, habits and abilities it has where it says nothing
-writes              whose settings `--print-flags` prints
-[settings]          fields of `catalogue.stacks.stack.Stack`: key = { is = VALUE, from = "where it was read" }; `shared` names a
-                    number that several stacks have because it is of all programs of their kind
-[usual]             what its runs do where nobody says: `Usual`
-[can]               what it can be asked for: `Abilities`
+title, release      name of the framework, and the release that was read
+words, near         values of a run's `framework` that mean this program, or a similar one
+extends             the stack that provides settings, defaults and abilities that the file omits
+writes              framework whose settings `--print-flags` prints
+[settings]          fields of `catalogue.stacks.stack.Stack`: key = { is = VALUE, from = "its source" }; `shared` names a number
+                    that several stacks share because it holds for all programs of their kind
+[usual]             settings of its runs if none are given: `Usual`
+[can]               supported settings: `Abilities`
 """
 
 from __future__ import annotations
@@ -29,37 +30,37 @@ FOLDER = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Abilities:
-    """Abilities of one framework. Read off its arguments; `plan.view.flags` prints them."""
+    """Abilities of one framework, read from its arguments. `plan.view.flags` prints them."""
 
     zero_stages: tuple[int, ...] = (0,)
     zero_stages_with_pipeline: tuple[int, ...] = ()
     hybrid_stages: tuple[int, ...] = ()
-    """ZeRO stages whose state can be cut over a part of the data-parallel ranks, and repeated by the others."""
+    """ZeRO stages whose state can be sharded over a part of the data-parallel ranks and replicated over the rest (HSDP)."""
     tensor: bool = True
     cp_methods: tuple[str, ...] = ()
-    """Empty: no context parallelism."""
+    """Supported methods; empty: no context parallelism."""
     cp_alone: bool = False
-    """Context parallelism goes with neither tensor parallelism nor a pipeline."""
+    """Context parallelism excludes tensor parallelism and pipelines."""
     schedules: tuple[str, ...] = ()
-    """Empty: no pipeline."""
+    """Supported pipeline schedules; empty: no pipeline."""
     experts: bool = False
     expert_tensor: bool = False
     recompute: tuple[str, ...] = ("none", "full")
     modules: tuple[str, ...] = ()
-    """Parts of a block that can be recomputed by their names (`description.recomputed.MODULES`)."""
+    """Parts of a block that can be recomputed by name (`description.recomputed.MODULES`)."""
     any_micro_batches: bool = False
-    """Interleaved pipelines run any number of micro-batches; else they want a multiple of pp."""
+    """Interleaved pipelines run any number of micro-batches; else it must be a multiple of pp."""
     equal_stages: bool = False
-    """All stages but the last hold as many layers: a number of layers a stage is what can be asked for."""
+    """All stages but the last hold the same number of layers: the framework takes a number of layers per stage."""
     precisions: tuple[str, ...] = ("fp32", "fp16", "bf16")
     optimizers: tuple[str, ...] = ("adamw",)
     offloads_optimizer: bool = False
     offloads_activations: bool = False
     cp_pieces: int = 1
-    """Pieces of equal length that a rank holds of a sequence under cp: 2 where an early and a late one must be as long."""
+    """Equal pieces of a sequence that a rank of cp holds: 2 if an early and a late piece must have the same length."""
 
     def cuts(self, num_layers: int, num_stages: int) -> bool:
-        """True if so many layers can be split into so many stages."""
+        """True if this many layers can be split into this many stages."""
         return not self.equal_stages or -(-num_layers // -(-num_layers // num_stages)) == num_stages
 
     @property
@@ -74,32 +75,32 @@ class Abilities:
 
 @dataclass(frozen=True)
 class Usual:
-    """Usual settings of a framework's runs, where the run gives none. Of several values all are priced, and the fastest that
-    fits is taken."""
+    """Default settings of a framework's runs, if the run gives none. Of several values all are predicted, and the fastest that
+    fits is chosen."""
 
     zero_stage: int = 1
     zero_stage_with_pipeline: int | None = None
     """ZeRO stage with a pipeline; None: the same as without."""
     recompute: tuple[str, ...] = ("none", "full")
     sequence_parallel: bool = True
-    """Sequence parallelism beside tensor parallelism."""
+    """Sequence parallelism together with tensor parallelism."""
     expert_tp: Literal["tp", "none"] = "none"
-    """Experts are cut as the rest is, or are whole."""
+    """tp: experts are sharded like the other weights; none: they are not."""
     cp_method: CpMethod = "ring"
     virtual_stages: tuple[int, ...] | Literal["any"] = (1,)
-    """Stages a rank, of a pipeline whose schedule has several; any: what divides the layers."""
+    """Virtual pipeline stages per rank, for schedules with several; any: every number that divides the layers."""
     micro_batch_in_pipeline: int | None = None
-    """Sequences of a pipeline's micro-batch. None: open."""
+    """Micro-batch size in a pipeline, in sequences. None: open."""
     micro_batches_in_pipeline: Literal["pp"] | None = None
-    """Micro-batches in a pipeline: as many as stages, where that divides the batch."""
+    """Micro-batches in a pipeline: as many as stages, if that divides the batch."""
     predicts_further: bool = False
-    """True if it trains DeepSeek-V3's multi-token prediction."""
+    """True if DeepSeek-V3's multi-token prediction is trained."""
     flops: str = "model_full"
     """Convention by which the framework counts FLOPs (`validation.cells.flops_conventions`)."""
     settings: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Settings of the stack that differ between its runs, each with its values."""
+    """Stack settings that differ between its runs, each with its values."""
     settings_in: Mapping[str, Mapping[str, tuple[Any, ...]]] = field(default_factory=dict)
-    """Settings that hold for runs in one precision alone."""
+    """Settings that apply only to runs in one precision."""
 
     def open_settings(self, precision: str) -> dict[str, tuple[Any, ...]]:
         """Settings that differ between runs in this precision."""
@@ -109,7 +110,7 @@ class Usual:
 
 @dataclass(frozen=True)
 class StackFile:
-    """One file of `catalogue/stacks`, with what it extends."""
+    """One file of `catalogue/stacks`, combined with those that it extends."""
 
     stack: Stack
     title: str
@@ -117,21 +118,21 @@ class StackFile:
     words: tuple[str, ...]
     near: tuple[str, ...]
     depth: int
-    """Number of other stacks it extends, one through the other."""
+    """Number of stacks that it extends, one through the other."""
     writes: str
     judged_by: tuple[str, ...]
-    """Sources of measured runs that are all that is known of it: where they are left out, so is this."""
+    """Sources of measured runs that are all that is known of it: if they are left out, so is the stack."""
     usual: Usual
     can: Abilities
     sources: Mapping[str, str]
     """Source of each setting's value."""
     shared: Mapping[str, str]
-    """Name of the number, for each setting whose number several stacks share."""
+    """Name of the shared number, for each setting whose number several stacks share."""
 
 
 @cache
 def stack_file(name: str) -> StackFile:
-    """The file of this name. Raises SpecError with the names there are."""
+    """The file with this name. Raises SpecError with the known names."""
     if name not in stack_names():
         remedy = f"Choose one of {', '.join(stack_names())}."
         raise mistake("stack", f"there is no trainer called {name!r}", _nearest(name, stack_names(), remedy))
@@ -160,26 +161,26 @@ def stack_file(name: str) -> StackFile:
 
 @cache
 def stack_names() -> tuple[str, ...]:
-    """All there are: ours, then the others by name."""
+    """All names: this package's, then the others in alphabetical order."""
     names = sorted(path.stem for path in FOLDER.glob("*.toml"))
     return ("ultrascale", *(name for name in names if name != "ultrascale"))
 
 
 def stack_called(name: str) -> Stack:
-    """The stack of this name. Raises SpecError with the names there are."""
+    """The stack with this name. Raises SpecError with the known names."""
     return stack_file(name).stack
 
 
 def abilities(stack: Stack) -> Abilities:
-    """Abilities of `stack`; a stack of one's own can run everything."""
+    """Abilities of `stack`; a user's own stack can run everything."""
     return stack_file(stack.name if stack.name in stack_names() else "ultrascale").can
 
 
 def program_of(framework: str, without: frozenset[str] = frozenset()) -> tuple[str, bool] | None:
-    """The stack that the name of a program means, and whether it is that program or one like it; None if nobody knows it.
+    """Stack that the name of a program refers to, and true if it is that program, false if a similar one; None if unknown.
 
-    Of the words that are found the program's own count before those of what it is like, those of a stack that extends another
-    before the other's, longer ones before shorter ones. `without`: sources of measured runs of which nothing may be known.
+    Of the words that match, the program's own precede those of similar ones, those of a stack that extends another precede the
+    other's, and longer ones precede shorter ones. `without`: sources of measured runs that must not be used.
     """
     text, matches = framework.lower(), []
     for name in stack_names():
@@ -197,7 +198,7 @@ def program_of(framework: str, without: frozenset[str] = frozenset()) -> tuple[s
 def with_settings(stack: Stack, settings: Mapping[str, Any]) -> Stack:
     """The stack with some of its fields changed, such as {"dispatcher": "deepep", "kernels.attention": "math"}.
 
-    Values are of the field's type, or text that says one, as on a command line. Raises SpecError naming each that is wrong.
+    Values have the field's type, or are text as on a command line. Raises SpecError that names each invalid one.
     """
     problems: list[Problem] = []
     changes: dict[str, dict[str, Any]] = {"": {}, "kernels": {}, "overheads": {}}
@@ -225,7 +226,8 @@ def with_settings(stack: Stack, settings: Mapping[str, Any]) -> Stack:
 
 
 def changed_stack(name: str, settings: Mapping[str, Any]) -> Stack:
-    """The stack of this name with some settings changed. Raises SpecError, also where they are of our own trainer."""
+    """The stack with this name, with some settings changed. Raises SpecError, also for settings of this package's own
+    trainer."""
     stack = stack_called(name)
     if settings and name == "ultrascale":
         remedy = "Name another trainer with --stack, or leave it out: ours has its settings in the run's file."
@@ -234,7 +236,7 @@ def changed_stack(name: str, settings: Mapping[str, Any]) -> Stack:
 
 
 def changed_settings(stack: Stack) -> dict[str, Any]:
-    """The settings that are not those of its file; the optimizer, which has a flag of its own, left out."""
+    """Settings that differ from its file, except the optimizer, which has a flag of its own."""
     if stack.name not in stack_names():
         return settings_of(stack)
     defaults = settings_of(stack_file(stack.name).stack) | {"optimizer": stack.optimizer, "moment_bytes": stack.moment_bytes}
@@ -253,7 +255,7 @@ def settings_of(stack: Stack) -> dict[str, Any]:
 
 @cache
 def setting_types() -> dict[str, Any]:
-    """The type of every setting, by its key."""
+    """Type of every setting, by its key."""
     types: dict[str, Any] = {}
     for prefix, kind in (("", Stack), ("kernels.", Kernels), ("overheads.", Overheads)):
         hints = get_type_hints(kind)
@@ -264,7 +266,7 @@ def setting_types() -> dict[str, Any]:
 
 
 def _converted(kind: Any, value: Any) -> Any:
-    """A value of this type. Raises ValueError with what it should have been."""
+    """A value converted to this type. Raises ValueError with the expected form."""
     if get_origin(kind) is Literal:
         if value not in get_args(kind):
             raise ValueError(f"one of {', '.join(map(str, get_args(kind)))}")
@@ -305,7 +307,7 @@ def _tuples(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Stacks(Mapping[str, Stack]):
-    """Every stack by its name, each read when it is asked for."""
+    """Every stack by its name, read on first access."""
 
     def __getitem__(self, name: str) -> Stack:
         if name not in stack_names():

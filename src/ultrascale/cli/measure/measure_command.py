@@ -1,4 +1,4 @@
-"""`ultrascale measure`: some steps of a run, under the profiler (`step`, here) or without it (`speed`)."""
+"""`ultrascale measure`: some steps of a run, with the profiler (`step`, here) or without it (`speed`)."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from ultrascale.train.folder.run_folder import RunFolder
 if TYPE_CHECKING:
     from ultrascale.measure.step.step_report import StepReport
 
-_HELP = """ultrascale measure: what a run does on this machine.
+_HELP = """ultrascale measure: measure a run on this machine, compared with the plan.
 
-  ultrascale measure step RUN.TOML    where the time of a step goes, on every rank, beside the plan
-  ultrascale measure speed RUN.TOML   how fast it is and what memory it takes, beside the plan
-  ultrascale measure network          what collectives get between ranks here, beside the plan
+  ultrascale measure step RUN.TOML    profile of a step by category, on every rank
+  ultrascale measure speed RUN.TOML   time and memory of a step, without the profiler
+  ultrascale measure network          speed of collectives between ranks
 
 Each has --help with an example.
 """
 FIRST = 3
-"""The earliest step that can be profiled: one is cold or compiles, one warms the profiler up."""
+"""First step that can be profiled: one is cold or compiles, one warms the profiler up."""
 MOST_BEFORE, MOST_STEPS = 100, 20
-"""Steps that are run before the first profiled one, and profiled ones: a trace has some megabytes a step and rank."""
+"""Most steps before the first profiled one, and most profiled steps: a trace has several megabytes per step and rank."""
 
 
 def measure(
@@ -52,9 +52,9 @@ def measure(
     html: Path | None = None,
     json: bool = False,
 ) -> tuple[str, str, str, Path | None, int | None, int, Path | None, bool]:
-    """Profile steps of a run: a trace for each rank, and where the time went, in the planner's words, beside the plan.
+    """Profile steps of a run: a trace per rank, and step time by the planner's categories, compared with the plan.
 
-    The run starts anew and leaves nothing in its folder but what is measured. Any setting can follow as a dotted flag:
+    The run starts anew and writes only the measurement to its folder. Any setting can follow as a dotted flag:
 
         ultrascale measure step run.toml --steps 8-10 --layout.dp 2
 
@@ -62,19 +62,19 @@ def measure(
 
     Args:
         what: `step`.
-        run: The run's TOML file.
-        steps: Which, counted from 1: the first four tell memory, and one before these warms the profiler up.
+        run: TOML file of the run.
+        steps: Steps to profile, counted from 1: the first four measure memory, and one before these warms the profiler up.
         out: Folder for traces, report and pictures. Default: `profile` in the run's folder.
         processes: Start this many processes here, as `ultrascale train` does.
-        top: Operations or kernels that are listed.
-        html: Write the report, drawn, into this one file, to look at in a browser or to mail.
+        top: Number of operations or kernels to list.
+        html: Write the report with its charts to one self-contained HTML file.
         json: Print the report as one JSON object.
     """
     return what, run, steps, out, processes, top, html, json
 
 
 def command(arguments: list[str]) -> int:
-    """Run the verb; 0 when it is measured, 1 when it failed, 2 when it is described wrongly."""
+    """Run the verb; returns 0 if measured, 1 if it failed, 2 if the configuration is invalid."""
     if not arguments:
         print(_HELP, end="", file=sys.stderr)
         return 2
@@ -118,7 +118,7 @@ def _unknown(what: str, path: str) -> Problem:
 
 
 def parse_steps(text: str) -> tuple[int, int]:
-    """`8-10` or `8` as the first step and the last one. Raises SpecError."""
+    """`8-10` or `8` as the first and the last step. Raises SpecError."""
     match = re.fullmatch(r"(\d+)(?:-(\d+))?", text.strip())
     first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     rule = None
@@ -138,7 +138,7 @@ def parse_steps(text: str) -> tuple[int, int]:
 
 
 def _profile(run: Run, first: int, last: int, folder: Path) -> int:
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else torch tells stderr of every start and stop; read when it is loaded
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else torch prints every start and stop on stderr; read when it is loaded
     if "WORLD_SIZE" in os.environ or run.layout.world_size == 1:
         from ultrascale.train.worker import profile_or_explain
 

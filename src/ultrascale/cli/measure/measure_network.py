@@ -1,4 +1,4 @@
-"""`ultrascale measure network`: what collectives get between the ranks of this machine or cluster, beside the plan."""
+"""`ultrascale measure network`: speed of collectives between the ranks of this machine or cluster, compared with the plan."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def network(
     out: Path | None = None,
     json: bool = False,
 ) -> int:
-    """Time collectives between ranks, by kind, size and group, as nccl-tests does, beside the plan. Every result is checked.
+    """Time collectives between ranks, by kind, size and group, as nccl-tests does, compared with the plan. Every result is
+    checked.
 
     For example, two processes here; or, on each of two nodes, under torchrun:
 
@@ -46,13 +47,13 @@ def network(
         torchrun --nnodes 2 --nproc-per-node 8 ... -m ultrascale measure network --machine 2xours.toml
 
     Args:
-        processes: Start this many here.
+        processes: Number of processes to start here.
         groups: SIZE:STRIDE of groups of ranks, such as 8:1,2:8. Default: all ranks, those of each node, one of each node.
-        kinds: Such as all_reduce,all_gather; send is to the next rank of a group. Default: all six.
+        kinds: Collectives, such as all_reduce,all_gather; send is to the next rank of a group. Default: all six.
         largest: Size of the largest message, such as 64MiB. Default: 1GiB on GPUs, 16MiB on CPUs.
-        machine: What the plan is for. Default: as many of this GPU as there are ranks, in nodes of its usual size.
+        machine: Machines of the plan. Default: as many of this GPU as there are ranks, in nodes of its usual size.
         device: auto, cpu or cuda.
-        out: Keep the result in this JSON file.
+        out: Write the result to this JSON file.
         json: Print the result as one JSON object.
     """
     request: dict[str, Any] = {
@@ -79,7 +80,7 @@ def network(
 
 
 def command(arguments: list[str]) -> int:
-    """Run the verb; 0 when it is measured, 1 when it failed, 2 when it is described wrongly."""
+    """Run the verb; returns 0 if measured, 1 if it failed, 2 if the configuration is invalid."""
     return parse(network, "measure network", arguments)
 
 
@@ -92,7 +93,7 @@ def parse_groups(text: str) -> list[tuple[int, int]]:
 
 
 def parse_size(text: str) -> int:
-    """`64MiB`, `1GiB`, `1048576` in bytes. Raises SpecError."""
+    """Bytes of `64MiB`, `1GiB`, `1048576`. Raises SpecError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
     unit = UNITS.get(match[2].upper().removesuffix("B") + "B" if match[2].upper() not in ("", "B") else "") if match else None
     num_bytes = int(float(match[1]) * unit) if match and unit else 0

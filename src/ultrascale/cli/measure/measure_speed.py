@@ -1,4 +1,4 @@
-"""`ultrascale measure speed`: how fast a run is here and what memory it takes, beside the plan."""
+"""`ultrascale measure speed`: measures speed and memory of a run here, compared with the plan."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ def speed(
     processes: int | None = None,
     json: bool = False,
 ) -> tuple[str, int, int, Path | None, int | None, bool]:
-    """Time some steps of a run, and count what memory they take, beside the plan. No profiler, no checkpoint.
+    """Time some steps of a run, and measure their memory, compared with the plan. No profiler, no checkpoint.
 
-    The run starts anew and leaves nothing in its folder but what is measured. Any setting can follow as a dotted flag:
+    The run starts anew and writes only the measurement to its folder. Any setting can follow as a dotted flag:
 
         ultrascale measure speed run.toml --steps 20 --layout.dp 2
 
-    Under torchrun this is one rank, as with train. `ultrascale sweep` does it for many layouts.
+    Under torchrun this is one rank, as with train. `ultrascale sweep` does the same for many layouts.
 
     Args:
-        run: The run's TOML file.
-        steps: How many are timed.
-        warm: How many before them are not; memory is counted in the first two.
+        run: TOML file of the run.
+        steps: Number of timed steps.
+        warm: Number of warm-up steps before them; memory is measured in the first two.
         out: File for the result. Default: `speed/speed.json` in the run's folder.
         processes: Start this many processes here, as `ultrascale train` does.
         json: Print the result as one JSON object.
@@ -54,7 +54,7 @@ def speed(
 
 
 def command(arguments: list[str]) -> int:
-    """Run the verb; 0 when it is measured, 1 when it failed, 2 when it is described wrongly."""
+    """Run the verb; returns 0 if measured, 1 if it failed, 2 if the configuration is invalid."""
     (path, steps, warm, out, processes, as_json), overrides = parse_with_overrides(speed, "measure speed", arguments)
     for flag, value, usual in (("--steps", steps, TIMED), ("--warm", warm, WARM)):
         if value < 1:

@@ -1,4 +1,4 @@
-"""`ultrascale sweep`: measure many layouts of a run, beside the plan."""
+"""`ultrascale sweep`: measures many layouts of a run, compared with the plan."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ MOST_REFUSED = 8
 
 
 def command(arguments: list[str]) -> int:
-    """Run the verb: 0 if a cell has a result (or nothing was to be measured), 1 if none has, 2 if it is described wrongly."""
+    """Run the verb; returns 0 if a cell has a result (or nothing was to be measured), 1 if none has, 2 if the configuration is
+    invalid."""
     axes, words = split_axes(arguments)
     options, overrides = parse_with_overrides(SweepOptions, "sweep", words, positional={"run": "RUN.TOML"})
     with _stopping_on_sigterm():
@@ -43,7 +44,7 @@ class _Progress:
         self._count, self._stream, self._done = 0, stream, 0
 
     def start(self, grid: SweepGrid) -> None:
-        """Prints what will be measured."""
+        """Print the cells to be measured."""
         count, places = len(grid.cells), grid.places
         self._count, known = len(places), sum(place.result is not None for place in places)
         parts = [count_of(count, "cell"), f"{count - len(places)} refused", f"{known} measured before"]
@@ -62,13 +63,13 @@ class _Progress:
 
 
 def words_of(cell: SweepCell) -> str:
-    """Values of a cell, in words."""
+    """Values of a cell as text."""
     return ", ".join(f"{key.rpartition('.')[2]} {value}" for key, value in cell.values.items()) or "the run itself"
 
 
 @contextmanager
 def _stopping_on_sigterm() -> Iterator[None]:
-    """Context in which SIGTERM ends this process and its child, as Ctrl-C does."""
+    """Context manager in which SIGTERM ends this process and its child, as Ctrl-C does."""
 
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt

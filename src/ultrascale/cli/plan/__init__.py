@@ -2,4 +2,4 @@
 
 import os
 
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before NumPy is there: threads of small products only wait for one another
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before NumPy is loaded: threads of small GEMMs only wait for one another

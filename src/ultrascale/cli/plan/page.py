@@ -1,6 +1,6 @@
 """`ultrascale page`: the planner in a browser, on this machine; and `question`, the one function behind every page.
 
-This file connects page and planner: it reads the words of a question as `ultrascale plan` does, and plans.
+This file connects page and planner: it reads a question's words as `ultrascale plan` does, and plans.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ultrascale.page.controls import words_of
 from ultrascale.page.plan_data import PARTS, PagePlan, answer
 
 CACHED_PLANS = 8
-"""Searches that are kept: asking one's reasons does not search again."""
+"""Number of cached searches, so that asking for an explanation does not search again."""
 
 
 def page(
@@ -32,7 +32,7 @@ def page(
     build: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None,
     parts: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None,
 ) -> dict[str, Any]:
-    """The planner in a browser: controls, memory, time, schedule, reasons.
+    """Open the planner in a browser: controls, memory, time, schedule, explanation.
 
     For example:
 
@@ -42,13 +42,13 @@ def page(
 
         ultrascale page --build site
 
-    Serves on 127.0.0.1 only, to whoever has the link that is printed; ctrl-C ends it.
+    Serves on 127.0.0.1 only, and only requests with the printed link; Ctrl-C ends it.
 
     Args:
-        port: To serve on. Default: one that is free.
-        no_browser: Print the link, and open no browser.
-        build: Write the page as a folder that any web server serves, and that plans in the browser, without a network.
-        parts: With --build: a folder with the npm packages of Pyodide and NumPy. Default: npm fetches them.
+        port: Port to serve on. Default: a free one.
+        no_browser: Print the link without opening a browser.
+        build: Write the page to a folder for any web server; it plans within the browser, without a network.
+        parts: With --build: folder with the npm packages of Pyodide and NumPy. Default: downloaded by npm.
     """
     return locals()
 
@@ -72,28 +72,28 @@ def command(arguments: list[str]) -> int:
 
 
 def question(form: dict[str, Any]) -> dict[str, Any]:
-    """The answer to a page's question (`page.controls`): what is drawn (`page.plan_data`; of it one `part`, if one is asked
-    for), or {"error": ...}, what the command line says to the same."""
+    """Answer to a question from the page (`page.controls`): data to draw (`page.plan_data`; only one `part`, if requested), or
+    {"error": ...} with the message of the command line."""
     with TemporaryDirectory() as folder:
         try:
             words = words_of(form, Path(folder))
             parts = [form["part"]] if form.get("part") in PARTS else PARTS
             return answer(planned(words), [word.replace(f"{folder}/dropped/", "") for word in words], parts=parts)
         except Exception as error:
-            _, sentence = exit_code_and_text(error, "plan")  # raises again what is not meant for people
+            _, sentence = exit_code_and_text(error, "plan")  # raises again what is not an error for users
         return {"error": sentence.replace(f"{folder}/dropped/", "")}
 
 
 def planned(words: list[str]) -> PagePlan:
-    """The plan that `ultrascale plan` makes of these words. Raises SpecError."""
+    """Plan that `ultrascale plan` makes of these words. Raises SpecError."""
     base_words = [word for word in words if word != "--explain"]
-    has_file = any(Path(word.removeprefix("--model=")).is_file() for word in base_words)  # dropped: the next has the same name
+    has_file = any(Path(word.removeprefix("--model=")).is_file() for word in base_words)  # an upload: the next has its name
     result = _planned(base_words) if has_file else _cached_plan(tuple(base_words))
     return result if len(base_words) == len(words) else explained(result)
 
 
 def explained(result: PagePlan) -> PagePlan:
-    """`result` with what --explain adds, of a search."""
+    """`result` with the explanation of --explain, for a search."""
     if result.explanation is None:
         return result
     return replace(result, json=result.json | {"search": result.json["search"] | {"explanation": result.explanation()}})

@@ -1,4 +1,4 @@
-"""`ultrascale plan`: which layout, what memory, how long, before anything runs. No torch."""
+"""`ultrascale plan`: predicts layout, memory and time before anything runs. Needs no torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ultrascale.plan.report import DEFAULT_OPTIMIZER, RunPlan, not_trainable
 
 
 def command(arguments: list[str]) -> int:
-    """Run the verb: 0 if the run fits, 1 if it does not."""
+    """Run the verb; returns 0 if the run fits, 1 if it does not."""
     if arguments[:1] == ["far"]:
         from ultrascale.cli.plan import plan_far
 
@@ -46,7 +46,7 @@ def command(arguments: list[str]) -> int:
 
 
 def request_of(arguments: list[str]) -> PlanRequest:
-    """The question that these words ask. Raises SpecError."""
+    """The request of these words. Raises SpecError."""
     stack, words = take_settings(arguments, "stack")
     options, settings = parse_with_overrides(PlanOptions, "plan", words, positional={"run": "[RUN.TOML]"})
     return PlanRequest(options, tuple(settings), tuple(stack.items()), tuple(arguments))
@@ -64,19 +64,19 @@ def _show(plan: Plan) -> None:
 
 
 def print_flags(plan: Plan) -> None:
-    """Print the plan as settings of its trainer; that it does not fit is said on stderr, which a script leaves out."""
+    """Print the plan as settings of its framework; if it does not fit, stderr says so, which a script ignores."""
     print(plan.flags())
     if not plan.fits:
         print("ultrascale: this layout does not fit; the same command without --print-flags says why.", file=sys.stderr)
 
 
 def next_command_words(request: PlanRequest) -> list[str]:
-    """The words of the command for the next one, which need not be brief."""
+    """The words of the command for the next one, without --brief."""
     return [word for word in request.words if word != "--brief"]
 
 
 def num_tokens(request: PlanRequest) -> int | None:
-    """`15T` as a number; it has been read before."""
+    """`15T` as a number; it has been validated before."""
     return None if request.options.tokens is None else parse_tokens(request.options.tokens)
 
 
@@ -98,7 +98,7 @@ def _next_command(chosen: RunPlan, request: PlanRequest) -> str:
 
 
 def next_of_run(chosen: RunPlan, words: list[str]) -> str:
-    """Next commands for a run's file (and settings over it): train it, hand it to its trainer, or look at its step."""
+    """Next commands for a run's file (and settings over it): train it, pass it to its framework, or trace its step."""
     optimizer = chosen.stack.optimizer
     optimizer_words = [] if optimizer == DEFAULT_OPTIMIZER or "--optimizer.name" in words else ["--optimizer.name", optimizer]
     arguments = shlex.join([*words, *optimizer_words])
@@ -107,5 +107,5 @@ def next_of_run(chosen: RunPlan, words: list[str]) -> str:
         stack = shlex.join([chosen.stack.name, *(word for key, value in changed for word in (f"--stack.{key}", str(value)))])
         return f"ultrascale plan {arguments} --stack {stack} --print-flags"
     if not_trainable(chosen.run):
-        return f"ultrascale plan {arguments} --perfetto step.json   (our trainer does not run it yet)"
+        return f"ultrascale plan {arguments} --perfetto step.json   (`ultrascale train` cannot run it yet)"
     return f"ultrascale check {arguments}   then  ultrascale train {arguments}"

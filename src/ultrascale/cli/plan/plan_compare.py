@@ -1,5 +1,4 @@
-"""`ultrascale plan A.toml --compare B.toml` on a terminal: what differs of memory and time, the most first, then
-of settings."""
+"""`ultrascale plan A.toml --compare B.toml` on a terminal: differences in memory and time, largest first, then in settings."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from ultrascale.description.problems import mistake
 from ultrascale.description.units import format_bytes
 
 SAME = 0.0005
-"""Relative difference below which two quantities are the same."""
+"""Relative difference below which two quantities count as equal."""
 
 
 def show_comparison(request: PlanRequest) -> int:
@@ -37,7 +36,7 @@ def show_comparison(request: PlanRequest) -> int:
 
 
 def _request_of_file(request: PlanRequest, file: str) -> PlanRequest:
-    """The question about one of the two files."""
+    """The request for one of the two files."""
     return replace(request, options=replace(request.options, run=(file,), compare=None))
 
 

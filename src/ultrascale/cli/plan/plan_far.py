@@ -1,4 +1,4 @@
-"""`ultrascale plan far`: one training on data centres far apart."""
+"""`ultrascale plan far`: one training run on distant data centres."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def far(
     uplink: bool = False,
     json: bool = False,
 ) -> dict[str, Any]:
-    """Cost of distance for training on several data centres, and what reducing gradients less often saves.
+    """Predict the cost of distance for training on several data centres, and the effect of reducing gradients less often.
 
     For example:
 
@@ -33,22 +33,22 @@ def far(
 
     Args:
         parameters: Parameters of the model, such as 405B.
-        kilometres: Distance from one site to the next; without --uplink the sites are a ring.
-        line_gbits: Bandwidth of the line between two sites, Gbit/s in each direction.
+        kilometres: Distance from one site to the next; without --uplink the sites form a ring.
+        line_gbits: Bandwidth of the line between two sites, in Gbit/s per direction.
         step_seconds: Seconds of a step without the reduction between sites.
-        sites: Data centres.
-        bits: Bits of a parameter on the line.
+        sites: Number of data centres.
+        bits: Bits per parameter sent.
         every: Steps between two reductions (an outer step every H steps).
-        overlap: The reduction runs beside the next steps.
-        switching_ms: Latency of the equipment on the way, for each hop, milliseconds.
-        uplink: Each site has one line into a network that reaches all, as the trainer's islands do; else the sites are a ring.
+        overlap: Overlap the reduction with the next steps.
+        switching_ms: Latency of network equipment per hop, in milliseconds.
+        uplink: Each site has one line to a network that reaches all others, as for the trainer's islands; else a ring.
         json: Print one JSON object.
     """
     return dict(locals())
 
 
 def command(arguments: list[str]) -> int:
-    """Run the verb: 0, or a SpecError with what makes no sense."""
+    """Run the verb; returns 0, or raises SpecError with every invalid value."""
     parsed = parse(far, "plan far", arguments)
     plan = _plan(parsed)
     if parsed["json"]:
@@ -70,13 +70,13 @@ FLAGS = {
 
 
 def _plan(parsed: dict[str, Any]) -> FarPlan:
-    """The plan that is asked for. Raises SpecError with everything that makes no sense, under the flags' names."""
+    """The requested plan. Raises SpecError with every invalid value, under the flags' names."""
     problems: list[Problem] = []
     try:
         parameters = parse_tokens(parsed["parameters"])
     except UnitError as error:
         problems.append(Problem("parameters", str(error).replace("tokens", "parameters"), "Write 405B or 72T."))
-        parameters = 10**9  # so that the other numbers are looked at
+        parameters = 10**9  # so that the other numbers are still checked
     try:
         plan = far_apart(
             parameters,

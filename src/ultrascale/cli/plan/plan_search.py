@@ -1,4 +1,4 @@
-"""`ultrascale plan --model ... --gpus ...` on a terminal: the ranking, the best layout, and why."""
+"""`ultrascale plan --model ... --gpus ...` on a terminal: the ranking, the best layout, and the explanation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from ultrascale.plan.workload import Workload
 
 
 def show_search(plan: Plan, searched: SearchOutcome) -> None:
-    """Print the ranking, the plan of its first, why if that was asked, the ranking's first again, and what to do next."""
+    """Print the ranking, the plan of the best layout, the explanation if requested, the top of the ranking again, and next
+    commands."""
     console, options, result = console_for_people(), plan.request.options, searched.result
     console.print(Text(_batch_note(searched.requested_tokens, result.workload), style="dim"))
     if result.best is None:
@@ -51,7 +52,7 @@ def show_search(plan: Plan, searched: SearchOutcome) -> None:
 
 
 def first_with_headroom(result: SearchResult, chosen: RunPlan) -> str:
-    """The first layout of the ranking with more headroom than the best; empty where the best has enough."""
+    """The first layout of the ranking with more headroom than the best; empty if the best has enough."""
     best = result.best
     if best is None or not 0 <= chosen.headroom_bytes < TIGHT_BYTES:
         return ""
@@ -73,7 +74,7 @@ def _batch_note(text: str | None, workload: Workload) -> str:
 
 
 def _what_would_fit(searched: SearchOutcome) -> str:
-    """The smallest larger cluster on which something fits, in a sentence."""
+    """Sentence that names the smallest larger cluster on which a layout fits."""
     smallest = searched.smallest_that_fits
     if smallest is None:
         return f"No number of these GPUs would do{_with_settings(searched)}; {_what_might_fit(searched)} might."

@@ -1,4 +1,4 @@
-"""`ultrascale validate`: how far predictions are from measured runs."""
+"""`ultrascale validate`: compares predictions with measured runs."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ if TYPE_CHECKING:
     from ultrascale.validation.scores import Errors, Picks, ValidationReport, Verdicts
 
 NAMES = 24
-"""Columns for the names of groups: on a narrow terminal they and the headers wrap, and numbers are never cut."""
+"""Columns for the names of groups: on a narrow terminal names and headers wrap, while numbers are never cut."""
 MOST_REASONS, MOST_NAMED = 20, 12
-"""Reasons why rows have no prediction, and rows of each, that are printed; --out and --json have them all."""
+"""Most reasons printed for rows without a prediction, and most rows of each; --out and --json have all."""
 Files = Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(help_behavior_hint="(required)")]
 
 
 def validate(
     files: Files, /, json: bool = False, out: Path | None = None, overwrite: bool = False
 ) -> int:  # fmt: skip
-    """Predict every run of CSV files without looking at its result, then say how far off the predictions are.
+    """Predict every run in CSV files without reading its result, then report the error of the predictions.
 
     For example:
 
         ultrascale validate runs.csv --out predictions.csv
 
     A file has the columns of published runs (model, n_gpus, tp, pp, dp, seq_len, ...) or those of the playbook's scan (model,
-    nodes, mbs, ga, ...); a column `stack` names a trainer (`ultrascale show stacks`), `stack.KEY` changes one of its settings.
-    Blank cells are inferred, and the prediction says how. Result columns may be blank as well: then there is nothing to compare
-    with, and --out still has every prediction.
+    nodes, mbs, ga, ...); a column `stack` names a framework (`ultrascale show stacks`), `stack.KEY` changes one of its
+    settings. Blank cells are inferred, which the prediction reports. Result columns may be blank too: then there is nothing to
+    compare with, and --out still has every prediction.
 
     Args:
         files: CSV files of measured runs.
         json: Print one JSON object.
         out: Write a prediction for every row to this CSV file: step time in seconds, tokens/s per GPU, MFU, peak memory in GiB,
-            whether it fits, the interval of the step time (low, high), and what was assumed.
-        overwrite: Let --out replace a file.
+            whether it fits, the prediction interval of the step time (low, high), and the assumptions.
+        overwrite: Allow --out to replace a file.
     """
     from ultrascale.validation.predict import predict_rows, write_predictions
     from ultrascale.validation.rows import misspelt_columns, read_rows
@@ -75,7 +75,7 @@ def command(arguments: list[str]) -> int:
 
 
 def _check_writable(out: Path, *, overwrite: bool) -> None:
-    """Raise SpecError before anything is predicted if the predictions would replace a file, or have no folder."""
+    """Raises SpecError, before anything is predicted, if the output would replace a file or has no folder."""
     if out.is_dir():
         raise mistake("out", f"{out} is a folder", "Name a file in it.")
     if out.is_file() and out.stat().st_size and not overwrite:
@@ -100,7 +100,7 @@ def _show(report: ValidationReport, out: Path | None) -> None:
 
 
 def _print_rows_without(console, rows: list[tuple[str, str]]) -> None:
-    """Rows without a prediction, by reason."""
+    """Print rows without a prediction, by reason."""
     if not rows:
         return
     console.print(f"\n[bold]{len(rows):,} row{'s' * (len(rows) > 1)} without a time[/bold]; --out FILE and --json name each")
@@ -124,7 +124,7 @@ def _table(title: str, names: list[str], *columns: str) -> Table:
     from rich.table import Table
 
     table = Table(title=title, title_style="bold", title_justify="left", box=None, header_style="dim", padding=(0, 2, 0, 0))
-    # A width of its own: the headers are what gives way.
+    # A fixed width: headers wrap instead.
     table.add_column("", width=min(NAMES, max(map(len, names))), overflow="fold")
     for column in columns:
         table.add_column(column, justify="right")

@@ -1,1 +1,1 @@
-"""`ultrascale show`: what is known: runs, keys, schedules, stacks, schemas."""
+"""`ultrascale show`: runs, keys, rules, schedules, frameworks, catalogues, schemas."""

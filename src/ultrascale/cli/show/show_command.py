@@ -1,4 +1,4 @@
-"""`ultrascale show`: a run with the origin of every value, and the models and machines known by name."""
+"""`ultrascale show`: a run with the source of every value, and the catalogues of models and machines."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ SYNONYMS = {
     "presets": "models", "preset": "models", "gpus": "clusters", "machines": "clusters", "accelerators": "clusters",
     "trainers": "stacks", "frameworks": "stacks", "settings": "keys", "config": "keys",
 }  # fmt: skip
-"""Synonyms of the words for things that can be shown."""
+"""Synonyms of the words for catalogues."""
 
 
 def show(
     what: Annotated[str, tyro.conf.Positional], /, resolved: bool = False, json: bool = False
 ) -> tuple[str, bool, bool]:  # fmt: skip
-    """Show a run as it would be trained, with the origin of every value; or the models and machines known by name.
+    """Show a run as it would be trained, with the source of every value; or a catalogue of models or machines.
 
     Any setting can follow as a dotted flag:
 
@@ -46,7 +46,7 @@ def show(
 
         ultrascale show stacks megatron
 
-    All keys that a run can have, the rules across them, and the JSON Schemas of run.toml and of what verbs print:
+    All configuration keys, the rules across them, and the JSON Schemas of run.toml and of the output of verbs:
 
         ultrascale show keys recompute
 
@@ -54,22 +54,22 @@ def show(
 
         ultrascale show schema run.toml
 
-    Pipeline schedules, drawn and compared (`show schedule --help` says more):
+    Pipeline schedules, drawn and compared (see `show schedule --help`):
 
         ultrascale show schedule 1f1b --pp 4 --micro-batches 8
 
         ultrascale show schedules --pp 8 --micro-batches 32
 
     Args:
-        what: A run's TOML file or folder, or `models`, `clusters`, or `stacks`: the trainers that can be planned for.
-        resolved: Show every value, defaults too; for clusters, where each number comes from.
+        what: TOML file or folder of a run, or `models`, `clusters`, or `stacks`: the frameworks that can be planned for.
+        resolved: Show every value, including defaults; for clusters, the source of each number.
         json: Print one JSON object.
     """
     return what, resolved, json
 
 
 def command(arguments: list[str]) -> int:
-    """Run the verb; 0, or a SpecError with every mistake of the description."""
+    """Run the verb; returns 0, or raises SpecError with every mistake in the configuration."""
     if arguments[:1] in (["schedule"], ["schedules"]):
         from ultrascale.cli.show import show_schedule
 
@@ -106,7 +106,7 @@ def command(arguments: list[str]) -> int:
 
 
 def _expect_known(what: str) -> None:
-    """Raise SpecError for a word that is neither a file nor something that can be shown, with the most similar one."""
+    """Raises SpecError for a word that is neither a file nor something that can be shown, with the most similar one."""
     if Path(what).exists() or what.endswith(".toml") or "/" in what:
         return
     closest = [SYNONYMS[what]] if what in SYNONYMS else get_close_matches(what, SHOWN, n=1)
@@ -117,7 +117,7 @@ def _expect_known(what: str) -> None:
 
 
 def _expect_schedule(run: Run) -> None:
-    """Raise SpecError if the run's schedule is a file that does not exist, or does not suit the run."""
+    """Raises SpecError if the run's schedule is a file that does not exist, or does not suit the run."""
     from ultrascale.plan.memory.replay import num_micro_batches
     from ultrascale.schedules.build import is_file
     from ultrascale.schedules.for_layout import schedule_of
@@ -127,7 +127,7 @@ def _expect_schedule(run: Run) -> None:
 
 
 def show_run(resolved: Resolved, *, every: bool, as_json: bool) -> None:
-    """Print the values of a run with their origins; without `every`, only those that are not defaults."""
+    """Print the values of a run with their sources; without `every`, only those that are not defaults."""
     if as_json:
         document = {"run": asdict(resolved.run), "launch": asdict(resolved.launch), "provenance": resolved.provenance}
         print_json(document | {"notes": run_notes(resolved.run)}, "run", indent=2)
@@ -144,7 +144,7 @@ def show_run(resolved: Resolved, *, every: bool, as_json: bool) -> None:
 
 
 def run_rows(resolved: Resolved, *, every: bool) -> list[tuple[str, str, str]]:
-    """(key, value, origin) as text. A preset's fields are one row unless `every`."""
+    """(key, value, source) as text. The fields of a preset are one row unless `every`."""
     from ultrascale.description.architecture.weights import num_parameters
 
     model = resolved.run.model
@@ -187,8 +187,8 @@ def models_catalogue(*, as_json: bool) -> None:
         )  # fmt: skip
     console = console_for_people()
     console.print(table)
-    planned = "* is planned, not trained so far. " if any(map(untrainable_model, PRESETS.values())) else ""
-    console.print(f"\n{planned}active: what one token meets; ffn: of one expert. --json says more.")
+    planned = "*: can be planned, not yet trained. " if any(map(untrainable_model, PRESETS.values())) else ""
+    console.print(f"\n{planned}active: parameters per token; ffn: of one expert. --json has more.")
     console.print(f"other names: {', '.join(f'{alias} is {name}' for alias, name in ALIASES.items())}")
 
 
@@ -203,7 +203,7 @@ def _counts(model: Any) -> dict[str, int | bool]:
 
 
 def clusters_catalogue(*, as_json: bool, sources: bool) -> None:
-    """Print every accelerator and node; with `sources`, where each number comes from."""
+    """Print every accelerator and node; with `sources`, the source of each number."""
     from ultrascale.catalogue.machines import ACCELERATORS, NODES, USUAL_NODE, this_machine
 
     cpu = this_machine(1)
@@ -221,8 +221,8 @@ def clusters_catalogue(*, as_json: bool, sources: bool) -> None:
         console.print()
         console.print(_sources_table([*ACCELERATORS.values(), cpu.accelerator], NODES))
     console.print(
-        "\nPeaks are dense (V100: fp16 only); `reached` is the share that large matrix products get. Bandwidths count one "
-        "direction. Watts and rent are of one accelerator; --resolved says where each number comes from.\n"
+        "\nPeaks are dense (V100: fp16 only); `reached` is the fraction that large GEMMs achieve. Bandwidths are of one "
+        "direction. Watts and rent are per accelerator; --resolved prints the source of each number.\n"
         "Write 64xh100 for accelerators in their usual nodes, 2xaws-p5 for nodes, 4xcpu for processes on this machine."
     )
 

@@ -1,4 +1,4 @@
-"""`ultrascale show rules`: what must hold of a run's description, a rule in a line, from the tables that check it."""
+"""`ultrascale show rules`: all rules of a run's configuration, one line each, from the tables that check them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from ultrascale.description.problems import mistake
 def show_rules(
     word: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[WORD]")] = (), /, json: bool = False
 ) -> int:
-    """Every rule across a run's keys: what must hold, and the keys that it reads. Sections have rules of their own beside them.
+    """Print every rule across a run's keys: what must hold, and the keys that it reads. Sections have further rules of their
+    own.
 
         ultrascale show rules
 
         ultrascale show rules compile
 
     Args:
-        word: Only rules with this in a key that they read, or in what they say.
+        word: Print only rules with this word in a key that they read, or in their text.
         json: Print one JSON object.
     """
     if len(word) > 1:

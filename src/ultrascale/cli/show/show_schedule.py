@@ -1,6 +1,6 @@
 """`ultrascale show schedule`: a pipeline schedule simulated and drawn; `ultrascale show schedules`: all of them in one table.
 
-With `--executed` the step as it ran on this machine, below the planned step.
+With `--executed`, also the step as it ran on this machine, below the planned step.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _show_schedule(schedule: Schedule) -> None:
     names = [f"rank {rank} " for rank in range(len(timeline.schedule))]
     margin = max(map(len, names))
     blocks = draw_text(timeline, width=drawing_width(console) - margin, colour=console.color_system is not None)
-    ends = max(1, min(MOST_BLOCKS, MOST_LINES // len(names)) // 2)  # blocks shown at either end
+    ends = max(1, min(MOST_BLOCKS, MOST_LINES // len(names)) // 2)  # blocks shown at each end
     for number, block in enumerate(blocks):
         if ends <= number < len(blocks) - ends:
             if number == ends:
@@ -90,7 +90,7 @@ def _show_schedules(schedules: Schedules) -> None:
 
 
 def _number(value: float) -> str:
-    """Four digits, and as many as there are before the point."""
+    """A number with four digits, or as many as it has before the decimal point."""
     return f"{value:.4g}" if value < 1e4 else f"{value:.0f}"
 
 

@@ -1,4 +1,4 @@
-"""`ultrascale show schema`: the JSON Schemas of run.toml and of what verbs print."""
+"""`ultrascale show schema`: the JSON Schemas of run.toml and of the output of verbs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ultrascale.description.problems import mistake
 
 
 def show_schema(name: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[NAME]")] = (), /) -> int:
-    """The JSON Schema of run.toml, or of what a verb prints with --json; without a name, where each is kept.
+    """Print the JSON Schema of run.toml, or of the --json output of a verb; without a name, list the schemas.
 
         ultrascale show schema
 
@@ -22,7 +22,7 @@ def show_schema(name: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf
         ultrascale show schema plan
 
     Args:
-        name: `run.toml`, or what stands in the key `schema` between the bars: `plan` of `ultrascale/plan/2`.
+        name: `run.toml`, or the middle part of the key `schema`: `plan` of `ultrascale/plan/2`.
     """
     if len(name) > 1:
         raise mistake("schema", f"names {len(name)}: {', '.join(name)}", "Name one at a time.")

@@ -1,4 +1,4 @@
-"""`ultrascale show stacks`: the trainers that can be planned for, and what is known of each."""
+"""`ultrascale show stacks`: the frameworks that can be planned for, and the settings of each."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from ultrascale.description.problems import mistake
 def stacks(
     name: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[NAME]")] = (), /, json: bool = False
 ) -> int:
-    """The trainers that can be planned for; of one of them every setting, with where it was read.
+    """List the training frameworks that can be planned for, or every setting of one, with its source.
 
-    A setting is changed with `plan --stack NAME --stack.KEY VALUE`, or by a column `stack.KEY` of measured runs.
+    Change a setting with `plan --stack NAME --stack.KEY VALUE`, or in a column `stack.KEY` of measured runs.
 
         ultrascale show stacks
 
         ultrascale show stacks megatron
 
     Args:
-        name: One of them.
+        name: Name of a framework.
         json: Print one JSON object.
     """
     if len(name) > 1:

@@ -1,1 +1,1 @@
-"""Verbs of a first hour: `demo`, `doctor`, `primer`."""
+"""Verbs to start with: `demo`, `doctor`, `primer`."""

@@ -1,4 +1,4 @@
-"""`ultrascale demo`: the five-minute story on this machine."""
+"""`ultrascale demo`: a complete run in five minutes on this machine."""
 
 from __future__ import annotations
 
@@ -23,17 +23,16 @@ def demo(
 
     Example: ultrascale demo --folder demo
 
-    The text is the Python standard library on this machine, the model a Llama of 4 million parameters,
-    trained by two processes.
-    Each stage prints the command that does the same. Exit code 1 if a claim fails.
+    The text is the Python standard library on this machine, the model a Llama of 4 million parameters, trained by two
+    processes. Each stage prints the command that does the same. Exit code 1 if a claim fails.
 
     Args:
-        folder: Where everything lands. A second demo starts afresh there and keeps only the prepared text.
-        json: Print one JSON object at the end; the story goes to stderr.
+        folder: Folder for all output. A second demo starts afresh there and keeps only the prepared text.
+        json: Print one JSON object at the end; all other output goes to stderr.
     """
     if folder.exists() and not folder.is_dir():
         raise mistake("--folder", f"{folder} cannot be written: file exists", "Name another.")
-    import torch  # noqa: F401 (says at once what is missing, before anything is made)
+    import torch  # noqa: F401 (reports a missing package at once, before anything is created)
 
     from ultrascale.demo.screen import Screen
     from ultrascale.demo.story import run_demo
@@ -47,13 +46,14 @@ def demo(
 
 
 def command(arguments: list[str]) -> int:
-    """Run the verb: 0 if every claim holds, 1 if one fails."""
+    """Run the verb; returns 0 if every claim holds, 1 if one fails."""
     return parse(demo, "demo", arguments)
 
 
 @contextmanager
 def _leaving_like_ctrl_c() -> Iterator[None]:
-    """Context in which Ctrl-C (even if a shell ignores it), SIGTERM and a closed terminal also end the started training."""
+    """Context manager in which Ctrl-C (even if a shell ignores it), SIGTERM and a closed terminal also end the started
+    training."""
 
     def leave(number: int, frame: object) -> None:
         raise KeyboardInterrupt

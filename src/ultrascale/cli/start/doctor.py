@@ -1,4 +1,4 @@
-"""`ultrascale doctor`: what this machine has, and what would stop a run on it."""
+"""`ultrascale doctor`: reports what this machine has, and what would prevent a run on it."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ if TYPE_CHECKING:
 
 @dataclass
 class Doctor:
-    """Say what this machine has, and what would stop a training run on it.
+    """Report what this machine has, and what would prevent a training run on it.
 
-    Exit code 0: a run can start here; 1: something would stop it.
+    Exit code 0: a run can start here; 1: something would prevent it.
 
     Example: ultrascale doctor --folder /scratch/runs
     """
 
     folder: Path = Path(".")
-    """Folder to check: where runs would be written."""
+    """Folder to check: the one for runs."""
     gpus: int | None = None
-    """Also stop where there are fewer GPUs than so many, as on a node of a job that has lost one."""
+    """Also fail if there are fewer GPUs than this, as on a node that has lost one."""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Print for machines."""
+    """Print one JSON object."""
 
 
 def command(arguments: list[str]) -> int:
-    """Parse, examine, print. Returns 1 if a training run would be stopped."""
+    """Parse, examine, print. Returns 1 if a training run would be prevented."""
     options = parse(Doctor, "doctor", arguments)
     from ultrascale.measure.machine.doctor import examine
 
@@ -48,7 +48,7 @@ def command(arguments: list[str]) -> int:
 
 
 def print_report(findings: list[Finding]) -> None:
-    """A table by part, and one sentence."""
+    """Print one table per part, and a summary."""
     from rich.markup import escape
     from rich.table import Table
 

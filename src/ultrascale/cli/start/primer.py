@@ -1,4 +1,4 @@
-"""`ultrascale primer`: small kernels on this machine's GPU, achieved against peak, and what the numbers mean."""
+"""`ultrascale primer`: small kernels on this machine's GPU, achieved against peak, with an explanation of the numbers."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ Lesson = Literal["access", "tiles", "coarsening", "divergence", "softmax", "atte
 
 
 def primer(lessons: tyro.conf.Positional[tuple[Lesson, ...]] = (), json: bool = False) -> int:
-    """Run small kernels on this machine's GPU and say what of its peak they reach, and what that means.
+    """Run small kernels on this machine's GPU; report and explain the fraction of its peak that they reach.
 
-    Without a GPU they run on the CPU in Triton's interpreter: results are checked, speed is not told. For example:
+    Without a GPU they run on the CPU in Triton's interpreter: results are checked, speed is not reported. For example:
 
         ultrascale primer
 
         ultrascale primer softmax attention
 
     Args:
-        lessons: Which; all if left out.
+        lessons: Lessons to run. Default: all.
         json: Print one JSON object.
     """
     from ultrascale.primer.run_lessons import run_lessons
@@ -32,5 +32,5 @@ def primer(lessons: tyro.conf.Positional[tuple[Lesson, ...]] = (), json: bool = 
 
 
 def command(arguments: list[str]) -> int:
-    """Run the verb: 0 when every result was right, 1 when one was not, 2 when triton is missing or a lesson unknown."""
+    """Run the verb; returns 0 if every result is right, 1 if one is wrong, 2 if triton is missing or a lesson is unknown."""
     return parse(primer, "primer", arguments)

@@ -2,9 +2,9 @@
 
 Arguments are parsed here; the parser library, which takes 0.3 s of CPU to import, only prints the help.
 
-    --seq-len 128k, --seq-len=128k, --seq_len 128k      the value of one option
-    --json                                              of an option that is off or on
-    --out a.png b.json, --exclude a --exclude b         of one that holds several
+    --seq-len 128k, --seq-len=128k, --seq_len 128k      an option with one value
+    --json                                              a boolean option
+    --out a.png b.json, --exclude a --exclude b         an option with several values
 
 Values are parsed like those of a run's settings, and errors are reported in the same way: all at once, each with a remedy.
 """
@@ -27,7 +27,7 @@ from ultrascale.description.problems import Problem, SpecError, mistake
 
 T = TypeVar("T")
 BOOLEAN_WORDS = ("true", "false", "yes", "no", "on", "off", "1", "0")
-"""Words accepted for a boolean setting; the setting itself checks which of them it takes."""
+"""Words accepted for a boolean setting; the setting itself checks which of them are valid."""
 NEARLY_BOOLEAN = (*BOOLEAN_WORDS, "enabled", "disabled", "maybe")
 """Boolean words, and words that were probably meant as one."""
 
@@ -36,10 +36,10 @@ def parse(
     verb: Callable[..., T] | Any, name: str, arguments: list[str], *, about: str | None = None,
     positional: Mapping[str, str | None] | None = None,
 ) -> T:  # fmt: skip
-    """Call `verb` (a function, a dataclass, or a choice of them) with `arguments` and return what it returns.
+    """Call `verb` (a function, a dataclass, or a choice of them) with `arguments` and return its result.
 
-    `about`: the help's first sentence, of a choice. `positional`: names that have no flag, with what the help calls them (None:
-    their own name). Raises SpecError with everything that is wrong; `--help` ends the process with exit code 0.
+    `about`: first sentence of the help of a choice. `positional`: names without a flag, with their names in the help (None: the
+    same). Raises SpecError with every mistake; `--help` ends the process with exit code 0.
     """
     if _asks_for_help(arguments):
         _print_help(verb, name, arguments, about=about, positional=positional or {})
@@ -50,17 +50,17 @@ def parse_with_overrides(
     verb: Callable[..., T], name: str, arguments: list[str], *, positional: Mapping[str, str | None] | None = None,
     short: Mapping[str, str] | None = None,
 ) -> tuple[T, list[str]]:  # fmt: skip
-    """The verb's result, and the words that it did not know: settings of a run, which `config.resolve` reads and checks.
+    """The verb's result, and unknown words: settings of a run, which `config.resolve` reads and checks.
 
-    Settings may stand before the words of the verb too: `ultrascale train --layout.tp 2 run.toml`. `short`: settings by names
-    that they have as flags here, if the verb has none so named itself: `--tp 2`.
+    Settings may also precede the words of the verb: `ultrascale train --layout.tp 2 run.toml`. `short`: short flags of
+    settings, unless the verb has a flag of that name: `--tp 2`.
     """
     if _asks_for_help(arguments):
         _print_help(verb, name, arguments, about=None, positional=positional or {})
     settings, words = split_settings(arguments, verb_flags=signature(verb).parameters.keys(), short=short or {})
     try:
         result, unknown = read_words(verb, name, words, positional=positional or {}, settings=True)
-    except SpecError as error:  # reported together with unknown names of settings
+    except SpecError as error:  # reported together with unknown settings
         keys = (word[2:].partition("=")[0].replace("-", "_") for word in settings if word.startswith("--"))
         wrong = [unknown_key(key, "flag") for key in keys if key not in leaves() and key not in STAND_INS]
         raise SpecError([*wrong, *error.problems]) from None
@@ -85,8 +85,8 @@ def take_settings(arguments: list[str], prefix: str) -> tuple[dict[str, str], li
 
 
 def description_of(verb: Any) -> str | None:
-    """The docstring above its arguments, with examples directly below their sentences: tyro starts a new line for each, and
-    would put two empty ones above it. None for a choice of verbs, each of which has its own."""
+    """The docstring above the arguments, with examples directly below their sentences: tyro starts a new line for each, and
+    would insert two empty ones above it. None for a choice of verbs, each of which has its own."""
     if get_origin(verb) in (Union, UnionType):
         return None
     return (getdoc(verb) or "").partition("\n\nArgs:")[0].replace("\n\n    ", "\n    ")
@@ -96,7 +96,7 @@ def split_settings(
     arguments: list[str], *, verb_flags: Collection[str], short: Mapping[str, str] = MappingProxyType({})
 ) -> tuple[list[str], list[str]]:
     """Flags of a run's settings, with their values, and all other words. `verb_flags`: the verb's own; `short`: short names of
-    settings, which are returned by their full names.
+    settings, which are returned as full names.
 
     A boolean setting takes the next word only if that is a boolean word.
     """
@@ -123,8 +123,8 @@ def split_settings(
 
 
 def _switches(word: str, following: str = "--") -> bool:
-    """True if `word` is a setting's boolean value, or was meant as one: nearly one of `NEARLY_BOOLEAN`, followed by a flag or
-    the end, and not a file."""
+    """True if `word` is a boolean value of a setting, or was meant as one: similar to one in `NEARLY_BOOLEAN`, followed by a
+    flag or the end, and not a file."""
     is_last = following.startswith("--") and not Path(word).exists()
     meant = is_last and word.isalpha() and get_close_matches(word.lower(), NEARLY_BOOLEAN, n=1, cutoff=MIN_SIMILARITY) != []
     return word.lower() in BOOLEAN_WORDS or meant
@@ -150,7 +150,7 @@ def _print_help(
 
 
 def _prepare(verb: Any, positional: Mapping[str, str | None]) -> None:
-    """Mark positional arguments, in a verb without annotations for the command line; and see `_set_metavars`."""
+    """Mark positional arguments in a verb without annotations for the command line; see also `_set_metavars`."""
     import tyro
 
     hints = get_type_hints(verb) if positional else {}
@@ -215,7 +215,7 @@ def read_words(
     """Call `verb` (a function, a dataclass, or a choice of dataclasses) with the parsed `words`; returns its result and unknown
     words.
 
-    `settings`: True if settings of a run may be among them, which are left to `config.resolve`. Raises SpecError.
+    `settings`: True if settings of a run are allowed among them; `config.resolve` reads those. Raises SpecError.
     """
     if get_origin(verb) in (Union, UnionType):
         return _chosen(get_args(verb), name, words)
@@ -230,7 +230,7 @@ def read_words(
 
 
 def _chosen(verbs: tuple[Any, ...], name: str, words: list[str]) -> tuple[Any, list[str]]:
-    """The dataclass of the first word: `List` of `checkpoint list`."""
+    """The dataclass that the first word selects: `List` for `checkpoint list`."""
     by_word = {choice.__name__.lower(): choice for choice in verbs}
     word = words[0] if words else ""
     if word not in by_word:
@@ -242,7 +242,7 @@ def _chosen(verbs: tuple[Any, ...], name: str, words: list[str]) -> tuple[Any, l
 
 
 def _options(verb: Any, positional: Mapping[str, str | None]) -> list[Option]:
-    """Parameters of a verb; of an option that is a dataclass, such as `cost`, its fields: `cost.forward`."""
+    """Parameters of a verb; for an option that is a dataclass, such as `cost`, its fields: `cost.forward`."""
     hints, options = get_type_hints(verb, include_extras=True), []
     for name, parameter in signature(verb).parameters.items():
         hint = hints[name]
@@ -267,7 +267,7 @@ def _inner(of: str, option: Option) -> Option:
 
 
 def _sort(options: Mapping[str, Option], words: deque[str], name: str, problems: list[Problem], settings: bool) -> list[str]:
-    """Give each flag's words to its option. Returns the words without a flag."""
+    """Assign each flag's words to its option. Returns the words without a flag."""
     flags = {option.flag: option for option in options.values() if not option.is_positional}
     loose: list[str] = []
     while words:
@@ -293,7 +293,7 @@ def _sort(options: Mapping[str, Option], words: deque[str], name: str, problems:
 
 
 def _take(option: Option, words: deque[str], problems: list[Problem]) -> None:
-    """Take the words after a flag: one, or for an option that holds several, all up to the next flag."""
+    """Take the words after a flag: one, or, for an option with several values, all up to the next flag."""
     if not words or _is_flag(words[0]):
         problems.append(Problem(option.flag, "is given without a value", f"Write {option.flag} {option.metavar}."))
         return
@@ -314,7 +314,7 @@ def _place(options: Mapping[str, Option], loose: deque[str], name: str, problems
 
 
 def _value(option: Option, name: str, problems: list[Problem]) -> Any:
-    """The parsed value, of the option's type; the default if there is none."""
+    """The parsed value, of the option's type; the default if none is given."""
     key = option.metavar if option.is_positional else option.flag
     if not option.values:
         if option.default is MISSING:
@@ -322,16 +322,16 @@ def _value(option: Option, name: str, problems: list[Problem]) -> Any:
         return option.default
     if option.kind is bool and option.values[-1].lower() in BOOLEANS:
         return BOOLEANS[option.values[-1].lower()]
-    if option.kind is str:  # the verb says which it takes
+    if option.kind is str:  # the verb checks the value
         return option.values[-1]
     with suppress(ValueError):
-        if option.kind is float:  # here too: nan or not
+        if option.kind is float:  # checked here too, including nan
             return float(option.values[-1])
     return as_kind(tuple(option.values) if option.holds_several else option.values[-1], option.kind, key, problems)
 
 
 def _call(verb: Any, values: dict[str, Any]) -> Any:
-    """Call `verb` with the values; regroups dotted names."""
+    """Call `verb` with the values, grouping dotted names."""
     parameters, hints = signature(verb).parameters, get_type_hints(verb)
     together: dict[str, Any] = {}
     for name, value in values.items():

@@ -1,8 +1,9 @@
 """Output of verbs: tables for people, JSON, and a line with the current phase of a command.
 
 On a terminal, tables have its width; in a file or a pipe, lines are as long as needed. A phase that takes longer than a second
-is named on a terminal's stderr until it ends (`waiting`). A timer's signal draws that line, not a thread, because commands
-fork, and a fork copies no threads. While a library computes for seconds without returning to Python the line does not move.
+is printed on a terminal's stderr until it ends (`waiting`). A timer signal draws that line rather than a thread, because
+commands fork, and a fork does not copy threads. While a library computes for seconds without returning to Python, the line does
+not move.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ FILE_WIDTH = 200
 
 def console_for_people() -> Console:
     """A console that colours only marked text, not numbers. Output that is not a terminal is neither cut to 80 columns (unless
-    COLUMNS says so) nor padded with blanks at the ends of lines."""
+    COLUMNS is set) nor padded with blanks at the ends of lines."""
     from rich.console import Console
 
     if sys.stdout is None or sys.stdout.isatty():
@@ -40,12 +41,12 @@ def console_for_people() -> Console:
 
 
 def print_json(document: Any, name: str | None = None, *, indent: int | None = None) -> None:
-    """Print one JSON object, stamped with the `name` of its schema unless it has its stamp."""
+    """Print one JSON object, stamped with the `name` of its schema unless it already has a stamp."""
     print(dumps(document if name is None else stamped(name, document), indent=indent))
 
 
 def drawing_width(console: Console) -> int:
-    """Columns of a drawing that is split into blocks: those of a terminal, of a page for a file, or COLUMNS."""
+    """Columns of a drawing that is split into blocks: those of the terminal, of a page for a file, or COLUMNS."""
     return console.width if console.is_terminal or "COLUMNS" in os.environ else PAGE_WIDTH
 
 
@@ -56,7 +57,7 @@ Words = str | Callable[[], str]
 
 @contextmanager
 def waiting(what: str) -> Iterator[Callable[[Words], None]]:
-    """Context that, after a second, prints `what` and the elapsed seconds; the yielded function changes the text."""
+    """Context manager that prints `what` and the elapsed seconds after one second; the yielded function changes the text."""
     usable = threading.current_thread() is threading.main_thread() and hasattr(signal, "setitimer") and sys.stderr.isatty()
     if not usable:
         yield lambda words: None

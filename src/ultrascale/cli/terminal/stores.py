@@ -1,4 +1,4 @@
-"""Folders of the command line that are in a store: downloaded to be read, and uploaded once they are complete."""
+"""Folders on the command line that are in a store: downloaded before reading, and uploaded once they are complete."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def fetched(place: Path) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="ultrascale-") as scratch:
         local_folder = Path(scratch) / store.url.rsplit("/", 1)[-1]
         local_folder.mkdir()
-        files = [stored for stored in store.names("")[0] if stored.key]  # a console's marker of the folder has none
+        files = [stored for stored in store.names("")[0] if stored.key]  # a web console's marker of the folder has none
         if CONFIG in [stored.key for stored in files]:
             for stored in files:
                 store.fetch(stored, local_folder / stored.key)
@@ -74,9 +74,9 @@ def fetch_newest_checkpoint(store: Store, run: Path) -> None:
 @contextmanager
 def uploaded(place: Path, *, overwrite: bool) -> Iterator[Path]:
     """`place` itself, or a temporary folder whose files are uploaded afterwards, `config.json` last. For hf:// the caller
-    uploads the folder, which stays if that fails.
+    uploads the folder, which is kept if that fails.
 
-    Raises SpecError if something exists there already and must not be overwritten, or is no export; StorageError.
+    Raises SpecError if something exists there already and must not be overwritten, or is not an export; StorageError.
     """
     store = store_of(place)
     if store is None:

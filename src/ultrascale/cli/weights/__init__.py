@@ -1,1 +1,1 @@
-"""Verbs of checkpoints and weights: `checkpoint`, `export`, `import`, `convert`, `generate`."""
+"""Verbs for checkpoints and weights: `checkpoint`, `export`, `import`, `convert`, `generate`."""

@@ -1,4 +1,4 @@
-"""`ultrascale checkpoint list|verify FOLDER`: which checkpoints there are, and whether every byte is as it was saved."""
+"""`ultrascale checkpoint list|verify FOLDER`: lists checkpoints, and verifies that every byte is as saved."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from ultrascale.description.units import count_of
 if TYPE_CHECKING:
     from ultrascale.checkpoint.listing import Summary
 
-ABOUT = "Which checkpoints a run has, and whether every byte of them is as it was saved."
+ABOUT = "List the checkpoints of a run, or verify that every byte is as saved."
 
 
 @dataclass
 class List:
-    """List checkpoints: step, size, and whether manifest and file sizes are right (`verify` reads the bytes too).
+    """List checkpoints: step, size, and whether manifest and file sizes are right (`verify` also reads the bytes).
 
     Exit code 1 if there are none, or any is damaged.
 
@@ -32,14 +32,15 @@ class List:
     """
 
     folder: tyro.conf.Positional[Path]
-    """A run's folder, its `checkpoints`, or one `step-...` in it; or where a run is kept, as in s3://BUCKET/PREFIX/NAME."""
+    """Folder of a run, its `checkpoints`, or one `step-...` in it; or the URL of a stored run, as in
+    s3://BUCKET/PREFIX/NAME."""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Print for machines."""
+    """Print one JSON object."""
 
 
 @dataclass
 class Verify:
-    """Read every byte of checkpoints and compare with the checksums taken when they were saved.
+    """Read every byte of the checkpoints and compare with the checksums computed when they were saved.
 
     Exit code 1 if there are none, or any is damaged.
 
@@ -47,9 +48,10 @@ class Verify:
     """
 
     folder: tyro.conf.Positional[Path]
-    """A run's folder, its `checkpoints`, or one `step-...` in it; or where a run is kept, as in s3://BUCKET/PREFIX/NAME."""
+    """Folder of a run, its `checkpoints`, or one `step-...` in it; or the URL of a stored run, as in
+    s3://BUCKET/PREFIX/NAME."""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Print for machines."""
+    """Print one JSON object."""
 
 
 def command(arguments: list[str]) -> int:
@@ -73,7 +75,7 @@ def command(arguments: list[str]) -> int:
 
 
 def collect(folder: Path, *, read_all: bool) -> list[Summary]:
-    """All summaries; on a terminal, with the folder being read on stderr meanwhile."""
+    """All summaries; on a terminal, stderr shows the folder that is being read."""
     summaries: list[Summary] = []
     with waiting("reading checkpoints") as report_progress:
         from ultrascale.checkpoint.listing import find_checkpoints, summarize
@@ -88,7 +90,7 @@ def collect(folder: Path, *, read_all: bool) -> list[Summary]:
 
 
 def print_table(summaries: list[Summary], *, verified: bool) -> None:
-    """A line for each checkpoint; then all damage, in full."""
+    """Print one line per checkpoint, then all damage in full."""
     from rich.markup import escape
     from rich.table import Table
 

@@ -1,4 +1,4 @@
-"""`ultrascale convert`: a foreign checkpoint in pickles as a folder of safetensors."""
+"""`ultrascale convert`: a foreign pickle checkpoint as a folder of safetensors."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ def convert(
     unconfined: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
 ) -> int:
-    """Make a folder of safetensors from a checkpoint in pickles (.bin, .pt, .pth, .ckpt), which nothing else here reads.
+    """Convert a pickle checkpoint (.bin, .pt, .pth, .ckpt), which no other command reads, to a folder of safetensors.
 
     A pickle is a program. It is read in a process that can open no file, connect to nothing and start or signal nothing, with
-    bounded memory and time, and only what can be a tensor is taken.
+    bounded memory and time, and only tensors are accepted.
 
     Example: ultrascale convert downloads/old-model models/old-model
 
     Args:
-        source: A folder with pytorch_model.bin (or its index and shards), or one file.
-        out: The folder to make. It appears whole or not at all.
+        source: Folder with pytorch_model.bin (or its index and shards), or one file.
+        out: Folder to create, atomically.
         overwrite: Replace OUT if it is an earlier export; nothing else is ever replaced.
-        unconfined: Read it also where the kernel cannot confine the process (no seccomp filter). Only for files you trust.
+        unconfined: Read it even if the kernel cannot sandbox the process (no seccomp filter). Only for files you trust.
         json: Print one JSON object.
     """
     from ultrascale.models.files.convert import convert as converted

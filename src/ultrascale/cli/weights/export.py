@@ -1,4 +1,4 @@
-"""`ultrascale export`: a checkpoint as a Hugging Face folder, whose model card describes the training run."""
+"""`ultrascale export`: a checkpoint as a Hugging Face folder, with a model card that describes the training run."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def export(
     Example: ultrascale export out/demo exported --precision bf16
 
     Args:
-        checkpoint: A run folder (its newest whole checkpoint), one checkpoint, or another Hugging Face folder; s3://... too.
-        out: The folder to make. It appears whole or not at all; in a store config.json appears last. hf://USER/NAME: pushed.
-        precision: Dtype of the weights written; as-is: that of the folder the run was imported from, else of the checkpoint.
-        max_shard_gb: Weights are split into files of at most this many GB (10^9 bytes).
-        tokenizer: A tokenizer.json to go along, if the one of the run's data is elsewhere.
+        checkpoint: Run folder (its newest complete checkpoint), checkpoint, or another Hugging Face folder; also s3://...
+        out: Folder to create, atomically; in a store config.json appears last. hf://USER/NAME: pushed.
+        precision: Dtype of the exported weights; as-is: that of the folder the run was imported from, else of the checkpoint.
+        max_shard_gb: Largest size of a weight file in GB (10^9 bytes).
+        tokenizer: tokenizer.json to include, if the one of the run's data is elsewhere.
         overwrite: Replace OUT if it is an earlier export; nothing else is ever replaced.
-        push_to_hub: Upload OUT as this model of the Hugging Face Hub, USER/NAME, with a card. Private, if it is new.
-        public: A model that is new on the Hub is for everybody.
+        push_to_hub: Upload OUT to the Hugging Face Hub as model USER/NAME, with a model card. A new model is private.
+        public: Make a new model on the Hub public.
         json: Print one JSON object.
     """
     is_local = store_of(checkpoint) is None
@@ -136,7 +136,8 @@ def command(arguments: list[str]) -> int:
 
 
 def training_facts(place: Path, steps_done: int | None) -> dict[str, str]:
-    """Facts of the run whose folder is `place` or above it, after so many steps: text by name. Empty without such a run."""
+    """Facts about the run whose folder is `place` or above it, after this many steps: text by name. Empty if there is no such
+    run."""
     folder = next(
         (candidate for candidate in (place, place.parent, place.parent.parent) if (candidate / "run.toml").is_file()), None
     )

@@ -42,16 +42,16 @@ def generate(
     Example: ultrascale generate out/demo --prompt "def main(" --max-new-tokens 64
 
     Args:
-        folder: A run folder (its newest whole checkpoint), one checkpoint, or a Hugging Face folder.
-        prompt: The text to continue. Empty: a new document.
+        folder: Run folder (its newest complete checkpoint), checkpoint, or Hugging Face folder.
+        prompt: Text to continue. Empty: a new document.
         max_new_tokens: Stop after this many tokens, or earlier at the end of a document.
-        temperature: Below 1 likelier tokens are preferred; 0 always takes the likeliest.
-        top_k: Draw from the k likeliest tokens only.
-        top_p: Draw only from the likeliest tokens that together reach this probability.
-        seed: The same seed gives the same text.
-        tokenizer: A tokenizer.json, if the one that goes with the model is elsewhere.
+        temperature: Sampling temperature: values below 1 prefer likelier tokens; 0 always takes the likeliest.
+        top_k: Sample only from the k likeliest tokens.
+        top_p: Sample only from the likeliest tokens that together reach this probability.
+        seed: Random seed; the same seed gives the same text.
+        tokenizer: tokenizer.json, if the model's own is elsewhere.
         precision: Dtype of weights and activations.
-        device: auto: CUDA when there is one.
+        device: auto: CUDA if available.
         json: Print one JSON object.
     """
     sampling = Sampling(max_new_tokens, temperature, top_k, top_p, seed)
@@ -81,7 +81,7 @@ def generate(
     _write(prompt, silent=json)
     for token in continue_text(decoder, ids, replace(sampling, stop_token=stop)):
         new_ids.append(token)
-        pieces.append(stream.step(vocabulary, token) or "")  # None: only some bytes of a character are there yet
+        pieces.append(stream.step(vocabulary, token) or "")  # None: only some bytes of a character so far
         _write(pieces[-1], silent=json)
     _write("\n", silent=json)
     if json:
@@ -101,7 +101,7 @@ def _expect_none(problems: list[Problem]) -> None:
 
 
 def _text_problems(prompt: str) -> list[Problem]:
-    """Problems with a prompt that is not text: Python reads invalid bytes as lone surrogates, which no tokenizer accepts."""
+    """Problems of a prompt that is not text: Python reads invalid bytes as lone surrogates, which no tokenizer accepts."""
     try:
         prompt.encode()
     except UnicodeEncodeError as error:
@@ -133,7 +133,7 @@ def _tokenizer_file(trained: Trained, file: Path | None) -> Path:
 
 
 def _read_tokenizer(file: Path) -> tuple[Tokenizer, int | None]:
-    """The tokenizer, and the end-of-document token if it has one."""
+    """The tokenizer, and its end-of-document token if it has one."""
     from ultrascale.data.tokenizer import load_tokenizer
     from ultrascale.models.files.tokenizer_files import special_tokens
 
@@ -142,7 +142,7 @@ def _read_tokenizer(file: Path) -> tuple[Tokenizer, int | None]:
 
 
 def _vocabulary_problems(trained: Trained, file: Path, vocabulary: Tokenizer) -> list[Problem]:
-    """Problems if the ids of `vocabulary` are not those of the training data; a difference in size alone is printed on
+    """Problems if the ids of `vocabulary` are not those of the training data; a mere difference in size is printed on
     stderr."""
     remedy = "Use the tokenizer that the model was trained with."
     size, known = max(vocabulary.get_vocab().values(), default=-1) + 1, trained.model.vocab_size
@@ -157,7 +157,7 @@ def _vocabulary_problems(trained: Trained, file: Path, vocabulary: Tokenizer) ->
 
 
 def _fingerprints(trained: Trained) -> set[str]:
-    """Fingerprints of the tokenizer that made the training data, from its manifests; else of the model's own tokenizer file."""
+    """Fingerprints of the tokenizer of the training data, from its manifests, or else of the model's own tokenizer file."""
     from ultrascale.config.resolve import run_from_toml
     from ultrascale.data.manifest import NAME, load_manifest
     from ultrascale.train.folder.facts import read_facts

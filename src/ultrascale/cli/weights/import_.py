@@ -22,15 +22,15 @@ def import_(
     /,
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
 ) -> tuple[Path, str, bool]:
-    """Make the weights of a Hugging Face folder the state of a run before its first step; `ultrascale train` goes on from them.
+    """Make the weights of a Hugging Face folder the first checkpoint of a run; `ultrascale train` continues from them.
 
     The run's model must be that of the folder: `[model] path = "FOLDER"`. Any setting can follow as a dotted flag.
 
     Example: ultrascale import models/smollm2-135m continue.toml --name continued
 
     Args:
-        folder: A folder with config.json and safetensors weights. Pickle files are never read.
-        run: The run's TOML file.
+        folder: Folder with config.json and safetensors weights. Pickle files are never read.
+        run: TOML file of the run.
         json: Print one JSON object.
     """
     return folder, run, json

@@ -1,4 +1,4 @@
-"""Opening of trained weights for `generate` and `export`, with a warning about newer checkpoints that were damaged."""
+"""Opening of trained weights for `generate` and `export`, with a warning about newer damaged checkpoints."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def folder_problems(path: Path) -> list[Problem]:
 
 
 def expect_contents(path: Path) -> None:
-    """Raise SpecError or CheckpointError if config.json, file names, manifests and sizes show that the folder cannot be read,
-    before torch is imported."""
+    """Raises SpecError or CheckpointError, before torch is imported, if config.json, file names, manifests and sizes show that
+    the folder cannot be read."""
     if (path / "config.json").exists():
         expect_trainable(from_hf(path))
         weight_files(path)
@@ -36,7 +36,7 @@ def expect_contents(path: Path) -> None:
 
 
 def open_trained_and_print(path: Path) -> Trained:
-    """`open_trained`; a line on stderr for every newer checkpoint of the run that is damaged, naming the step used instead."""
+    """`open_trained`, with a line on stderr for every newer damaged checkpoint of the run that names the step used instead."""
     from ultrascale.checkpoint import damaged_after
     from ultrascale.train.start.trained import open_trained
 

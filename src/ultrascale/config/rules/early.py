@@ -10,16 +10,17 @@ from ultrascale.description.problems import Problem, SpecError, mistake
 from ultrascale.description.run import Run
 
 GPU_FILES = ("nvidia[0-9]*", "nvidiactl", "kfd", "dxg")
-"""File patterns under /dev that a GPU's driver makes: NVIDIA's, AMD's, and that of the Windows Subsystem for Linux."""
+"""File patterns under /dev of GPU drivers: NVIDIA's, AMD's, and that of the Windows Subsystem for Linux."""
 MOST_PROCESSES = 124
-"""Most processes that one command starts here: torch hands each a pipe of every one, and Linux passes on 253 ends at once."""
+"""Most processes that one command starts: torch gives each process a pipe of every other, and Linux passes at most 253 file
+descriptors at once."""
 _STORE = re.compile(r"[a-z][a-z0-9+.-]*:/")
-"""Beginning of a URL; what is in a store is asked for by the ranks."""
+"""Beginning of a URL; the ranks check what is in a store."""
 _CHECKPOINT = re.compile(r"\.?step-\d{8,18}.*")
 
 
 def sees_gpu(dev: Path = Path("/dev")) -> bool:
-    """True if a GPU driver has files in `dev`. True also where `dev` has no file `null`: such a system says nothing."""
+    """True if a GPU driver has files in `dev`, or if `dev` has no file `null`: such a system gives no information."""
     return not (dev / "null").exists() or any(any(dev.glob(name)) for name in GPU_FILES)
 
 
@@ -31,14 +32,14 @@ def device_problems(device: str, *, key: str = "device") -> Iterator[Problem]:
 
 
 def expect_processes(count: int) -> None:
-    """Raise SpecError if `count` is more processes than are started on one machine."""
+    """Raises SpecError if `count` is more processes than can be started on one machine."""
     if count > MOST_PROCESSES:
         rule = f"must be at most {MOST_PROCESSES} on one machine, is {count:,}"
         raise mistake("--processes", rule, "Take fewer, or start them on several machines, by torchrun.")
 
 
 def expect_ready(run: Run) -> None:
-    """Raise SpecError if the run's data are not there, or its device is not: before any rank starts."""
+    """Raises SpecError, before any rank starts, if the run's data or device is missing."""
     problems = [*device_problems(run.device)]
     for key in ("sources", "validation"):
         for source in getattr(run.data, key):
@@ -57,7 +58,7 @@ def _is_corpus(path: Path) -> bool:
 
 
 def has_checkpoints(folder: Path) -> bool:
-    """True if `folder` is a checkpoint by its name or manifest, or holds one so named; the contents are read later."""
+    """True if `folder` is a checkpoint by its name or manifest, or contains one; the contents are read later."""
     places = (folder, folder / "checkpoints")
     named = (path.name for place in places if place.is_dir() for path in place.iterdir())
     is_one = (folder / "manifest.json").exists() or _CHECKPOINT.fullmatch(folder.absolute().name) is not None
@@ -65,7 +66,7 @@ def has_checkpoints(folder: Path) -> bool:
 
 
 def expect_checkpoints(folder: Path) -> None:
-    """Raise SpecError if `folder` holds nothing that is named as a checkpoint is."""
+    """Raises SpecError if `folder` contains nothing that is named like a checkpoint."""
     if not has_checkpoints(folder):
         what = "has no checkpoints" if folder.is_dir() else "there is no such folder"
         raise mistake(str(folder), what, "Give a run's folder, its `checkpoints`, or one `step-...` in it.")

@@ -1,4 +1,4 @@
-"""A rule of a run's description: what it reads, what must hold, and the function that finds what breaks it."""
+"""A rule of a run's configuration: the keys it reads, and the function that finds violations."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class Rule(NamedTuple, Generic[Judged]):
     """A row of the tables of rules (`run_rules.RULES`, `trainable.LAYOUT_RULES`)."""
 
     reads: tuple[str, ...]
-    """Keys, or sections, that it depends on: where one of them cannot be read it says nothing."""
+    """Keys, or sections, that the rule depends on: it is skipped if one of them cannot be read."""
     check: Callable[[Judged], Iterable[Problem]]
-    """Yields a problem, with its remedy, for everything that breaks the rule. Its docstring is the rule in words."""
+    """Yields a problem, with its remedy, for every violation. Its docstring is the text of the rule."""
 
     @property
     def says(self) -> str:

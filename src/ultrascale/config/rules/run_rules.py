@@ -1,6 +1,6 @@
-"""Rules of a run that one section cannot see alone, and what is set without effect.
+"""Rules of a run that involve several sections, and notes on settings without effect.
 
-Those of divisibility: a layout must divide the model's numbers, but not sequence lengths. Problems name sizes that do.
+Divisibility: a layout must divide the dimensions of the model, but not sequence lengths. Problems name values that do.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from ultrascale.work.fp8_slots import gathers_fp8, is_delayed
 from ultrascale.work.recompute import available_modules
 
 MOST_MICRO_BATCHES = 2**16
-"""Most micro-batches of a rank in a step, far above any run's: memory for schedule and data grows with it. The trainer's limit,
-and that of what a search offers."""
-# Settings of an axis that is not used when it has one rank.
+"""Most micro-batches of a rank per step, far above any run's: memory for schedule and data grows with it. Both the trainer and
+the search keep to it."""
+# Settings of an axis, unused if its degree is 1.
 _READ_WITH = {
     "sequence_parallel": "tp", "tp_overlap": "tp", "cp_method": "cp", "cp_heads": "cp", "virtual_stages": "pp",
     "schedule": "pp", "layers_per_stage": "pp", "pipeline_runtime": "pp",
@@ -43,8 +43,8 @@ _READ_WITH = {
 def run_problems(run: Run, *, require_data: bool = False, unreadable_keys: frozenset[str] = frozenset()) -> list[Problem]:
     """Every rule that `run` breaks across its sections.
 
-    Of `unreadable_keys` no value could be read: rules that depend on them say nothing. `require_data` demands a corpus,
-    and a model and layout that the trainer runs, as training does and planning does not.
+    `unreadable_keys` have no valid value: rules that depend on them are skipped. `require_data` requires a corpus, and a model
+    and layout that the trainer can run; training needs both, planning does not.
     """
     problems: list[Problem] = []
     for rule in (*RULES, *TRAINING_RULES) if require_data else RULES:
@@ -54,12 +54,12 @@ def run_problems(run: Run, *, require_data: bool = False, unreadable_keys: froze
 
 
 def _model(run: Run) -> list[Problem]:
-    """The trainer runs the model's family."""
+    """The trainer supports the model's family."""
     return untrainable_model(run.model)
 
 
 def _layout(run: Run) -> list[Problem]:
-    """The trainer runs the layout, by the rules of `trainable.LAYOUT_RULES`."""
+    """The trainer supports the layout, by the rules of `trainable.LAYOUT_RULES`."""
     return untrainable_layout(run.layout)
 
 
@@ -71,10 +71,10 @@ def _sources(run: Run) -> Iterator[Problem]:
 
 
 def run_notes(run: Run) -> list[str]:
-    """Settings that are right but do nothing in this layout, or work against one another, a line each: a run made for many
-    ranks may be tried on one."""
+    """Notes, one line each, on valid settings that have no effect in this layout, or that work against each other: a run made
+    for many ranks may be tried on one."""
     layout = run.layout
-    # One process computes in bf16 with copies of its own: no precision makes it gather, cut or reduce anything.
+    # One process computes in bf16 with its own copies: it all-gathers, shards and reduces nothing in any precision.
     alone = layout.dp * layout.cp == 1
     set_for_nothing = {
         "zero_stage": layout.zero_stage > 0,
@@ -110,7 +110,8 @@ def run_notes(run: Run) -> list[str]:
 
 
 def _auxiliary_loss_notes(model: Model) -> Iterator[str]:
-    """Notes on auxiliary losses: those in the gradient but not in the reported loss, and a coefficient that is not applied."""
+    """Notes on auxiliary losses: those that are in the gradient but not in the reported loss, and a coefficient that is not
+    applied."""
     losses = [
         f"{name} = {value:g}{more}"
         for name, value, more in (
@@ -128,21 +129,21 @@ def _auxiliary_loss_notes(model: Model) -> Iterator[str]:
 
 
 def _batch_sizes(run: Run) -> Iterator[tuple[str, int]]:
-    """Sequences of a batch, and of those on the way up to it, by key."""
+    """Sequences of the batch, and of each stage of the ramp, by key."""
     yield "batch.sequences_per_batch", run.batch.sequences_per_batch
     for index, stage in enumerate(run.batch.ramp):
         yield f"batch.ramp[{index}].sequences_per_batch", stage.sequences_per_batch
 
 
 def _global_batch(run: Run) -> Iterator[Problem]:
-    """Every optimizer step must be whole micro-batches on every rank."""
+    """Every optimizer step consists of whole micro-batches on every rank."""
     share, together = sum(run.degrees) * run.layout.micro_batch_size, run.islands.count > 1 and not run.islands.dp
     degree = "the sum of islands.dp" if run.islands.dp else "layout.dp"
     among = f"{degree} x layout.micro_batch_size" + " x islands.count" * together
     alternatives = "dp, micro_batch_size or islands.count" if together else "dp or micro_batch_size"
     for key, size in _batch_sizes(run):
         if size < 1:
-            if "ramp" in key:  # the other has a range of its own
+            if "ramp" in key:  # `batch` has its own range
                 yield Problem(key, f"must be at least 1, is {size}", "Give a positive number.")
         elif share > 0 and size % share:
             legal = [n for n in (size - size % share, size - size % share + share) if n]
@@ -171,7 +172,7 @@ def _total(run: Run) -> Iterator[Problem]:
 
 
 def _ramp(run: Run) -> Iterator[Problem]:
-    """Stages of the batch's ramp are in order, by the tokens until which they last."""
+    """Stages of the batch-size ramp are in order of `until_tokens`."""
     previous = 0
     for index, stage in enumerate(run.batch.ramp):
         if stage.until_tokens <= previous:
@@ -189,7 +190,7 @@ def _sequence_length(run: Run) -> Iterator[Problem]:
 
 
 def _schedule(run: Run) -> Iterator[Problem]:
-    """Warm-up and decay of the learning rate fit into the steps; only wsd has steps of decay."""
+    """Warm-up and decay of the learning rate fit into the steps; only wsd has decay steps."""
     steps, optimizer = run.steps, run.optimizer
     if optimizer.warmup_steps >= steps:
         rule = f"must be below steps = {steps}, is {optimizer.warmup_steps}"
@@ -203,7 +204,7 @@ def _schedule(run: Run) -> Iterator[Problem]:
 
 
 def _loss_scale(run: Run) -> Iterator[Problem]:
-    """Scales of the loss are powers of two in a range of their own, so that scaling loses no bit."""
+    """Loss scales are powers of two within their range, so that scaling is exact."""
     scale = run.loss_scale
     limits = {"initial": (scale.lowest, 2.0**24), "growth_factor": (2.0, 2.0**8), "backoff_factor": (2.0**-8, 0.5),
               "lowest": (2.0**-24, 2.0**24)}  # fmt: skip
@@ -215,14 +216,14 @@ def _loss_scale(run: Run) -> Iterator[Problem]:
 
 
 def _offloaded_optimizer(run: Run) -> Iterator[Problem]:
-    """On the host only adamw updates."""
+    """An optimizer offloaded to the host must be adamw."""
     if run.layout.offload_optimizer and run.optimizer.name != "adamw":
         rule = f"is {run.optimizer.name}, but layout.offload_optimizer updates on the host, by adamw alone"
         yield Problem("optimizer.name", rule, 'Set optimizer.name = "adamw", or leave offload_optimizer out.')
 
 
 def _fp8_blocks(run: Run) -> Iterator[Problem]:
-    """First and last blocks that stay in bf16 leave some for narrow products."""
+    """First and last blocks that stay in bf16 leave some blocks for narrow GEMMs."""
     bf16_blocks, blocks = run.layout.fp8_keep_blocks, run.model.num_hidden_layers
     if run.layout.precision in NARROW and 2 * bf16_blocks >= blocks:
         rule = f"{bf16_blocks} first and {bf16_blocks} last of {blocks} blocks in bf16 leave none for {run.layout.precision}"
@@ -230,7 +231,7 @@ def _fp8_blocks(run: Run) -> Iterator[Problem]:
 
 
 def _checkpoints(run: Run) -> Iterator[Problem]:
-    """Checkpoints that are kept for good are some of those that are saved."""
+    """Checkpoints that are kept permanently are among those that are saved."""
     every, forever = run.checkpoint.every_steps, run.checkpoint.keep_every_steps
     if forever is not None and (every is None or forever % every):
         rule = f"must be a multiple of checkpoint.every_steps = {every}, is {forever}: other steps are not saved"
@@ -239,7 +240,7 @@ def _checkpoints(run: Run) -> Iterator[Problem]:
 
 
 def _recompute_every(run: Run) -> Iterator[Problem]:
-    """A number of blocks between recomputed ones is given for every-k alone."""
+    """The interval of recomputed blocks is set for every-k only."""
     recompute, every = run.layout.recompute, run.layout.recompute_every
     if recompute != "every-k" and every != Layout.recompute_every:
         rule = f'is {every}, which only recompute = "every-k" reads, but that is "{recompute}"'
@@ -247,7 +248,7 @@ def _recompute_every(run: Run) -> Iterator[Problem]:
 
 
 def _attention(run: Run) -> Iterator[Problem]:
-    """The kernel of attention that is named can do what the run wants of it."""
+    """The named attention kernel supports what the run needs."""
     core = run.layout.attention
     if core not in ("auto", "fastest") and (reason := unsupported_reason(core, core_requirements(run, run.device))):
         yield Problem("layout.attention", f'"{core}" {reason}', "Leave it out.")
@@ -264,7 +265,7 @@ def _evaluation(run: Run) -> Iterator[Problem]:
 
 
 def _held_out(run: Run) -> Iterator[Problem]:
-    """Evaluation has at most 65,536 micro-batches a rank, all read before its first pass."""
+    """Evaluation has at most 65,536 micro-batches per rank, all read before its first pass."""
     most = MOST_MICRO_BATCHES * run.layout.dp * run.layout.micro_batch_size
     if run.evaluation.sequences > most:
         rule = (
@@ -274,7 +275,7 @@ def _held_out(run: Run) -> Iterator[Problem]:
 
 
 def _corpora(run: Run) -> Iterator[Problem]:
-    """Every corpus is named once, with a path and a share above 0."""
+    """Every corpus is named once, with a path and a weight above 0."""
     for group, sources in (("data.sources", run.data.sources), ("data.validation", run.data.validation)):
         for index, source in enumerate(sources):
             if not source.path:
@@ -288,7 +289,7 @@ def _corpora(run: Run) -> Iterator[Problem]:
 
 
 def _islands(run: Run) -> Iterator[Problem]:
-    """Islands, which train apart, average whole layers of weights that are on devices, and never go back alone."""
+    """Islands average whole layers of weights that are on devices, and never rewind alone."""
     islands, layers, layout = run.islands, run.model.num_hidden_layers, run.layout
     if islands.count == 1 and not islands.dp:
         return
@@ -316,7 +317,7 @@ def _islands(run: Run) -> Iterator[Problem]:
 
 
 def _noise_scale(run: Run) -> Iterator[Problem]:
-    """The noise scale compares whole gradients of two micro-batches or more."""
+    """The noise scale compares unsharded gradients of two micro-batches or more."""
     if not run.log.gradient_noise_scale:
         return
     split_axes = [axis for axis in ("tp", "cp", "pp", "ep", "expert_tp") if getattr(run.layout, axis) > 1]
@@ -332,20 +333,20 @@ def _noise_scale(run: Run) -> Iterator[Problem]:
 
 
 def _compile(run: Run) -> Iterator[Problem]:
-    """Compiled blocks have backward passes in one piece: no schedule cuts them."""
+    """Compiled blocks have backward passes in one piece: no schedule splits them."""
     if run.compile and (known := run.layout.known_schedule) and known.splits_backward:
         yield compiled_halves(run.layout.schedule)
 
 
 def _compiled_pieces(run: Run) -> Iterator[Problem]:
-    """Compiled blocks are not computed in pieces."""
+    """Compiled blocks are not computed in chunks."""
     if run.compile and run.layout.mlp_chunks > 1:
         rule = f"is {run.layout.mlp_chunks}, and pieces are computed again by hand, which does not go with compile"
         yield Problem("layout.mlp_chunks", rule, "Leave one of the two out.")
 
 
 def _compiled_kinds(run: Run) -> Iterator[Problem]:
-    """Compiled blocks are recomputed as none, selective or full alone."""
+    """Compiled blocks are recomputed only as none, selective or full."""
     layout = run.layout
     for key, texts in (("recompute", (layout.recompute,)), ("recompute_blocks", layout.recompute_blocks)):
         if run.compile and any("+" in text or is_modules(text.partition(" x ")[0]) for text in texts):
@@ -354,7 +355,7 @@ def _compiled_kinds(run: Run) -> Iterator[Problem]:
 
 
 def _kernels(run: Run) -> Iterator[Problem]:
-    """Kernels of Triton and Liger run on CUDA, in fp32 and less, without compile."""
+    """Triton and Liger kernels run on CUDA, in fp32 or lower precision, without compile."""
     if run.kernels not in ("triton", "liger"):
         return
     if run.device == "cpu":
@@ -367,13 +368,13 @@ def _kernels(run: Run) -> Iterator[Problem]:
 
 
 def compiled_halves(schedule: str) -> Problem:
-    """Why blocks may not be compiled under a schedule that cuts backward passes in two."""
+    """Problem: blocks cannot be compiled with a schedule that splits backward passes."""
     rule = f"does not go with layout.schedule = {schedule!r}: the backward pass of a compiled block is one piece"
     return Problem("compile", rule, f'Leave it out, or set layout.schedule = "{USUAL}" or "{schedule_for(2)}".')
 
 
 def _sinks(run: Run) -> Iterator[Problem]:
-    """Sinks of metrics are named once, and trackers have what they need."""
+    """Metric sinks are named once, and trackers have what they need."""
     for name, times in Counter(run.log.sinks).items():
         if times > 1:
             yield Problem("log.sinks", f"names {name!r} {times} times", "Name it once.")
@@ -381,15 +382,15 @@ def _sinks(run: Run) -> Iterator[Problem]:
 
 
 def _parallelism(run: Run) -> Iterator[Problem]:
-    """Heads, widths, experts, layers and sequences can be cut as the layout says."""
+    """Heads, widths, experts, layers and sequences can be sharded as the layout says."""
     yield from parallelism_problems(run.model, run.layout, sequence_length=run.batch.sequence_length)
 
 
 def _cluster(run: Run) -> Iterator[Problem]:
-    """The machines that are named are known, and have a device for each rank."""
+    """The named machines are known, and have a device for each rank."""
     if run.cluster == "auto":
         return
-    from ultrascale.catalogue.cluster import parse_cluster  # here, so that a worker starts without the catalogue
+    from ultrascale.catalogue.cluster import parse_cluster  # imported here, so that a worker starts without the catalogue
 
     try:
         cluster = parse_cluster(run.cluster)
@@ -401,7 +402,7 @@ def _cluster(run: Run) -> Iterator[Problem]:
         product = "" if ranks == run.layout.dp else " (dp x tp x cp x pp)"
         rule = f"must be at most the {cluster.num_accelerators} accelerators of cluster = {run.cluster!r}, is {ranks}{product}"
         larger = f"{ranks}x{cluster.accelerator.name}"
-        with suppress(SpecError):  # machines of a file have a name that is no catalogue's
+        with suppress(SpecError):  # machines in a file have a name that is not in the catalogue
             parse_cluster(larger)
             yield Problem("layout.dp", rule, f"Name a larger cluster, such as --cluster {larger}, or use fewer ranks.")
             return
@@ -409,8 +410,8 @@ def _cluster(run: Run) -> Iterator[Problem]:
 
 
 def _export(run: Run) -> Iterator[Problem]:
-    """A model that is exported has a form of transformers."""
-    if run.checkpoint.export and not untrainable_model(run.model):  # what cannot be trained is refused for that
+    """An exported model has a form in transformers."""
+    if run.checkpoint.export and not untrainable_model(run.model):  # an untrainable model is refused by another rule
         yield from export_problems(run.model)
 
 
@@ -440,21 +441,21 @@ RULES: tuple[Rule[Run], ...] = (
     Rule(("cluster", "layout"), _cluster),
     Rule(("checkpoint.export", "model"), _export),
 )
-"""Rules that every description must keep."""
+"""Rules for every run."""
 TRAINING_RULES: tuple[Rule[Run], ...] = (
     Rule(("model",), _model),
     Rule(("layout",), _layout),
     Rule(("batch", "layout"), micro_batch_problems),
     Rule(("data.sources",), _sources),
 )
-"""Rules for runs that are to be trained, and not only planned."""
+"""Rules for runs that are to be trained, not only planned."""
 
 
 _MOST_NAMED = 8
 
 
 def parallelism_problems(model: Model, layout: Layout, *, sequence_length: int | None = None) -> list[Problem]:
-    """Every rule that `layout` breaks for `model`, with keys in `layout`. None as sequence length: not judged."""
+    """Every rule that `layout` breaks for `model`, with keys in `layout`. `sequence_length` None: not checked."""
     problems = [*_tensor(model, layout), *_experts(model, layout), *_stages(model, layout), *_recomputed(model, layout)]
     if layout.cp > 1 and layout.cp_grid[1] > 1:
         problems += _heads_over_context(model, layout)
@@ -462,7 +463,7 @@ def parallelism_problems(model: Model, layout: Layout, *, sequence_length: int |
 
 
 def _tensor(model: Model, layout: Layout) -> Iterator[Problem]:
-    """Whole heads on every rank of tp (or copies of those of keys and values), and equal shares of feed-forward layers."""
+    """Every rank of tp has whole heads (or replicas of key/value heads), and an equal share of feed-forward layers."""
     tp, heads, groups = layout.tp, model.num_attention_heads, model.num_key_value_heads
     for key in ("vocab_size", "hidden_size") if model.num_nextn_predict_layers else ("vocab_size",):
         if tp > (width := getattr(model, key)):
@@ -507,7 +508,7 @@ def _stages(model: Model, layout: Layout) -> Iterator[Problem]:
     if layout.pp == 1:
         return
     most = layers + 2 if layout.pp > 1 else layers
-    if stages > most:  # embedding and head may be stages of their own, as in Llama 3 405B (section 3.3.2)
+    if stages > most:  # embedding and head may be separate stages, as in Llama 3 405B (section 3.3.2)
         parts = f"{layers} layers, with embedding and head {most} parts"
         rule = f"makes {layout.pp} x {layout.virtual_stages} = {stages} stages, but the model has {parts}"
         fewer = most // layout.virtual_stages
@@ -519,12 +520,12 @@ def _stages(model: Model, layout: Layout) -> Iterator[Problem]:
 
 
 def _recomputed(model: Model, layout: Layout) -> Iterator[Problem]:
-    """Every block has a way to recompute it, and there is a layer to be taken in pieces."""
+    """Every block has a recomputation mode, and there is a layer to be computed in chunks."""
     if layout.mlp_chunks > 1 and model.num_experts and not model.first_k_dense_replace:
         rule = f"is {layout.mlp_chunks}, but the model has no dense feed-forward layer"
         yield Problem("layout.mlp_chunks", rule, "Leave it out: experts see their tokens in pieces already.")
     named = 0
-    with suppress(ValueError):  # `Layout.problems` tells it
+    with suppress(ValueError):  # `Layout.problems` reports it
         named = len(modes_of(layout.recompute_blocks))
         yield from _unknown_modules(model, layout)
     if layout.recompute == "blocks" and named and named != model.num_hidden_layers:
@@ -533,7 +534,7 @@ def _recomputed(model: Model, layout: Layout) -> Iterator[Problem]:
 
 
 def _unknown_modules(model: Model, layout: Layout) -> Iterator[Problem]:
-    """Modules that are named for recomputation, and are not in the model."""
+    """Modules named for recomputation exist in the model."""
     available = available_modules(model)
     modes_by_key = {"recompute_blocks": modes_of(layout.recompute_blocks)}
     if is_modules(layout.recompute):
@@ -557,7 +558,7 @@ def _heads_over_context(model: Model, layout: Layout) -> Iterator[Problem]:
 
 
 def _sequence(layout: Layout, length: int) -> Iterator[Problem]:
-    """Pieces may be of uneven length, but each rank needs one."""
+    """Shards of a sequence may be uneven, but none is empty."""
     pieces, why = _sequence_pieces(layout)
     if length < pieces:
         key = "layout.cp" if layout.cp > 1 else "layout.tp"
@@ -577,6 +578,6 @@ def _sequence_pieces(layout: Layout) -> tuple[int, str]:
 
 
 def _choose(options: Sequence[int], wrong: int) -> str:
-    """The options nearest to what was given, in order."""
+    """Options nearest to the given value, in order."""
     nearest = sorted(sorted(options, key=lambda n: abs(n - wrong))[:_MOST_NAMED])
     return f"Choose one of {nearest}."

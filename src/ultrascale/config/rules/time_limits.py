@@ -1,10 +1,11 @@
-"""Three times that must stand in this order, or a run that hangs is ended before it has said why:
+"""Three timeouts that must increase in this order, or a run that hangs is ended before it has reported why:
 
-    faults.hang_seconds (90)    the watchdog names who is to blame
-    collective_timeout (100)    gloo or NCCL gives up; until then Python runs no handler of a signal in the collective
+    faults.hang_seconds (90)    the watchdog names the rank that hangs
+    collective_timeout (100)    gloo or NCCL gives up; until then Python runs no signal handler within the collective
     the grace period (120)      after a stop signal; then the processes are killed outright
 
-`ultrascale train --processes N` keeps the second order itself, by more grace. Under torchrun and a batch system it is theirs.
+`ultrascale train --processes N` ensures the second order itself, by a longer grace period. Under torchrun and a batch system,
+theirs applies.
 """
 
 from __future__ import annotations
@@ -15,21 +16,21 @@ from math import ceil
 from ultrascale.description.run import Run
 
 GRACE_SECONDS = 120.0
-"""Time to save in after a stop signal, unless collectives may take about as long."""
+"""Time to save after a stop signal, unless collectives may take about as long."""
 LEAVING_SECONDS = 20.0
-"""To tell of a collective that took too long, and leave."""
+"""Time to report a collective that took too long, and exit."""
 TORCHRUN_GRACE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 TORCHRUN_GRACE_SECONDS = 30.0
-"""Torch's own, where the variable is not set."""
+"""Torch's default, if the variable is not set."""
 
 
 def grace_seconds(run: Run) -> float:
-    """Seconds between a stop signal and the kill, for ranks that `ultrascale train --processes N` started."""
+    """Seconds between a stop signal and SIGKILL, for ranks started by `ultrascale train --processes N`."""
     return max(GRACE_SECONDS, run.collective_timeout_seconds + LEAVING_SECONDS)
 
 
 def time_limit_notes(run: Run) -> Iterator[str]:
-    """Notes on a run's time limits: `hang_seconds` not below the timeout of collectives, or a stop that may take long."""
+    """Notes on a run's timeouts: `hang_seconds` not below the timeout of collectives, or a stop that may take long."""
     timeout, hang = run.collective_timeout_seconds, run.faults.hang_seconds
     if run.layout.world_size == 1:
         return
@@ -42,7 +43,7 @@ def time_limit_notes(run: Run) -> Iterator[str]:
 
 
 def grace_notes(run: Run, environment: Mapping[str, str]) -> list[str]:
-    """A note if the grace period of this rank's torchrun, by its `environment`, is not above the timeout of collectives."""
+    """A note if the grace period of this rank's torchrun, from its `environment`, is not above the timeout of collectives."""
     timeout = run.collective_timeout_seconds
     grace = environment.get(TORCHRUN_GRACE, f"{TORCHRUN_GRACE_SECONDS:g}")
     if "TORCHELASTIC_RUN_ID" not in environment or run.layout.world_size == 1:

@@ -16,24 +16,24 @@ _PLANNED = "`ultrascale plan` handles it."
 
 
 def untrainable_layout(layout: Layout) -> list[Problem]:
-    """Why the trainer cannot run `layout` yet, one problem per field; empty if it can. Planning is not affected."""
+    """Reasons why the trainer cannot run `layout` yet, one problem per field; empty if it can. Planning is not affected."""
     return [problem for rule in LAYOUT_RULES for problem in rule.check(layout)]
 
 
 def untrainable(model: Model, layout: Layout) -> list[Problem]:
-    """Everything in `model` and `layout` that can be planned but not run."""
+    """Everything in `model` and `layout` that can be planned but not trained."""
     return [*untrainable_model(model), *untrainable_layout(layout)]
 
 
 def _offloaded_results(layout: Layout) -> Iterator[Problem]:
-    """Results that selective recomputation keeps are not sent to the host."""
+    """Results that selective recomputation keeps are not offloaded."""
     if layout.offload_activations and _keeps_results(layout):
         rule = "keeps results apart from what autograd saves, and layout.offload_activations does not send those to the host"
         yield Problem("layout.recompute", rule, _remedy('"full", "every-k" or "none"'))
 
 
 def _uncut_pieces(layout: Layout) -> Iterator[Problem]:
-    """Feed-forward layers in pieces go without tp, cut backward passes, selective recomputation and fp8."""
+    """Feed-forward layers in chunks exclude tp, split backward passes, selective recomputation and fp8."""
     if layout.mlp_chunks == 1:
         return
     known = layout.known_schedule
@@ -51,14 +51,14 @@ def _uncut_pieces(layout: Layout) -> Iterator[Problem]:
 
 
 def _offloaded_partitions(layout: Layout) -> Iterator[Problem]:
-    """A block's input is cut over tp or sent to the host, not both."""
+    """The input of a block is sharded over tp or offloaded, not both."""
     if layout.partition_checkpoints and layout.offload_activations:
         rule = "the trainer cuts a block's input over tp or sends it to the host so far, not both"
         yield Problem("layout.partition_checkpoints", rule, _remedy("offload_activations alone"))
 
 
 def _narrow(layout: Layout) -> Iterator[Problem]:
-    """fp8 is the only narrow precision that the trainer runs, and not together with `tp_overlap`."""
+    """fp8 is the only narrow precision that the trainer supports, and not with `tp_overlap`."""
     if layout.precision == "fp8" and layout.tp > 1 and layout.tp_overlap:
         rule = "products of fp8 do not run beside their messages so far"
         yield Problem("layout.tp_overlap", rule, _remedy("without it"))
@@ -78,13 +78,13 @@ LAYOUT_RULES: tuple[Rule[Layout], ...] = (
 
 
 def _keeps_results(layout: Layout) -> bool:
-    """True if some block keeps results for selective recomputation, or may (`auto`)."""
+    """True if some block keeps results for selective recomputation, or may do so (`auto`)."""
     modes = (layout.recompute, *layout.recompute_blocks)
     return layout.recompute == "auto" or any(text.startswith("selective") or is_modules(text) for text in modes)
 
 
 def untrainable_model(model: Model) -> list[Problem]:
-    """Why the trainer cannot run `model` yet, one problem per feature; empty if it can. Planning is not affected."""
+    """Reasons why the trainer cannot run `model` yet, one problem per feature; empty if it can. Planning is not affected."""
     if model.model_type in TRAINED:
         return []
     rule = f"the trainer runs {', '.join(TRAINED)} only so far, is {model.model_type}"
@@ -92,7 +92,7 @@ def untrainable_model(model: Model) -> list[Problem]:
 
 
 def expect_trainable(model: Model, layout: Layout | None = None) -> None:
-    """Raises SpecError with everything in `model` and `layout` that can be planned but not run."""
+    """Raises SpecError with everything in `model` and `layout` that can be planned but not trained."""
     if problems := untrainable(model, layout or Layout()):
         raise SpecError(problems)
 

@@ -1,1 +1,1 @@
-"""Stages of the story: text, proof, training that is interrupted, a sample, the exported model."""
+"""Stages of the demo: text, proof, interrupted training, a sample, the exported model."""

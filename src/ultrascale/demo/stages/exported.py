@@ -1,4 +1,4 @@
-"""The model as others get it: a Hugging Face folder, transformers' own logits beside ours, and code that the model writes."""
+"""The exported model: a Hugging Face folder, logits compared with those of transformers, and code that the model writes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ultrascale.train.corpora import build_loader
 from ultrascale.train.start.trained import open_trained
 
 TOLERANCE = 1e-5
-"""Largest difference of logits in fp32, as a share of the largest logit."""
+"""Largest difference of logits in fp32, as a fraction of the largest logit."""
 
 
 def export_newest(run_folder: Path, target: Path) -> Claim:
@@ -33,7 +33,8 @@ def export_newest(run_folder: Path, target: Path) -> Claim:
 
 
 def compare_with_transformers(folder: Path, run: Run) -> Claim:
-    """Logits of held-out text from transformers and from our decoder, both fp32; skipped where it is not installed."""
+    """Compare logits of held-out text from transformers with those of the trainer's decoder, both in fp32; skipped if
+    transformers is not installed."""
     text = "transformers computes the same logits"
     if find_spec("transformers") is None:
         return Claim(text, "transformers is not installed: pip install transformers", "skipped")
@@ -69,7 +70,7 @@ TEMPERATURE, TOP_P, SEED = 0.7, 0.9, 0
 
 
 def continue_prompts(run_folder: Path) -> list[str]:
-    """Each of PROMPTS with what the newest checkpoint writes after it."""
+    """Each of PROMPTS with the newest checkpoint's continuation."""
     from ultrascale.data.tokenizer import load_tokenizer
 
     trained = open_trained(run_folder)
@@ -84,6 +85,6 @@ def continue_prompts(run_folder: Path) -> list[str]:
 
 
 def sample_words(run_folder: Path, prompt: str) -> list[str]:
-    """The words of the command that gives the same text."""
+    """Words of the command that gives the same text."""
     words = ["generate", str(run_folder), "--prompt", prompt, "--max-new-tokens", str(NEW_TOKENS)]
     return [*words, "--temperature", str(TEMPERATURE), "--top-p", str(TOP_P)]

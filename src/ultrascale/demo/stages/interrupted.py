@@ -1,4 +1,4 @@
-"""Training as a command of its own, watched from outside, with one of its processes killed on the way."""
+"""Training as a separate command, monitored from outside, with one of its processes killed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ POLL_SECONDS = 0.2
 LEAVING_SECONDS = 40
 WORKER = "ultrascale.train.worker"
 FORK_SERVER = "multiprocessing.forkserver"
-"""The launcher's, whose children are the ranks where there is no CUDA."""
+"""Fork server of the launcher, whose children are the ranks if there is no CUDA."""
 
 
 @dataclass(frozen=True)
@@ -31,13 +31,13 @@ class Interruption:
 
     killed_pid: int
     steps_before: int
-    """Steps done when it came."""
+    """Steps done before the kill."""
     resumed_at: int
-    """Step of the checkpoint that training went on from."""
+    """Step of the checkpoint from which training resumed."""
     recovery_seconds: float
     """Seconds from the kill to the end of the first step after it."""
     redone_losses: list[tuple[float, float]] = field(default_factory=list)
-    """Losses of the steps done twice: before the kill and after."""
+    """Losses of the steps that were done twice: before the kill and after."""
 
     @property
     def steps_redone(self) -> int:
@@ -45,7 +45,7 @@ class Interruption:
 
     @property
     def same_losses(self) -> bool:
-        """True if the steps done twice gave the same losses, to the last bit."""
+        """True if the steps that were done twice had the same losses, to the last bit."""
         return bool(self.redone_losses) and all(before == after for before, after in self.redone_losses)
 
 
@@ -55,8 +55,8 @@ Watcher = Callable[[list[dict[str, Any]]], None]
 def train_and_kill(run_file: Path, folder: Path, *, processes: int, kill_at: int, log: Path, watch: Watcher) -> Interruption:
     """Run `ultrascale train`, kill one of its ranks once `kill_at` steps are done, and wait for the end of the run.
 
-    `folder` is the run's, new; `watch` is shown its metrics while it goes on. Raises DemoError if training fails, was not
-    interrupted or did not go on by itself.
+    `folder` is the run's, new; `watch` receives its metrics during training. Raises DemoError if training fails, was not
+    interrupted or did not resume by itself.
     """
     with _training(run_file, processes, log) as training:
         before = _watch_until(training, folder, lambda rows: len(rows) >= kill_at, watch, log)
@@ -76,7 +76,7 @@ def train_and_kill(run_file: Path, folder: Path, *, processes: int, kill_at: int
 
 
 def worker_pids(launcher: int) -> list[int]:
-    """Processes that train for `launcher`, in the order of their starts. Raises DemoError if there is none."""
+    """Processes that train for `launcher`, in order of their start. Raises DemoError if there are none."""
     listed = _processes_of_proc() if Path("/proc/self/stat").exists() else _processes_of_ps()
     servers = {pid for pid, parent, command in listed if parent == launcher and FORK_SERVER in command}
     cold = {pid for pid, parent, command in listed if parent == launcher and WORKER in command}
@@ -96,7 +96,7 @@ def _account(
 
 @contextmanager
 def _training(run_file: Path, processes: int, log: Path) -> Iterator[subprocess.Popen]:
-    """The command, ended in order (it saves and leaves) if we must leave before it."""
+    """The command, stopped in order (it saves and exits) if this process must exit before it."""
     words = [sys.executable, "-m", "ultrascale", "train", str(run_file), "--processes", str(processes)]
     with open(log, "w") as out:
         training = subprocess.Popen(
@@ -114,7 +114,7 @@ def _wait_or_kill(training: subprocess.Popen) -> None:
     try:
         training.wait(LEAVING_SECONDS)
     except subprocess.TimeoutExpired:
-        with suppress(DemoError, ProcessLookupError):  # they may have ended on their own
+        with suppress(DemoError, ProcessLookupError):  # they may have ended by themselves
             for pid in worker_pids(training.pid):
                 os.kill(pid, signal.SIGKILL)
         training.kill()
@@ -151,7 +151,7 @@ def _processes_of_proc() -> list[tuple[int, int, str]]:
             if folder.name.isdigit():
                 parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
                 processes.append((int(folder.name), parent, (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()))
-        except (OSError, UnicodeDecodeError):  # it ended meanwhile, or is none of ours
+        except (OSError, UnicodeDecodeError):  # it has ended meanwhile, or belongs to another user
             continue
     return processes
 

@@ -1,4 +1,4 @@
-"""The run's layout proven, and the proof itself put to the test."""
+"""Proof of the run's layout, and a test of the proof itself."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ STEPS = 2
 
 
 def prove_layouts(run: Run) -> Claim:
-    """Every ZeRO stage, with and without accumulation, tied and untied, against one process. Raises RankFailed."""
+    """Prove every ZeRO stage, with and without gradient accumulation, tied and untied, against one process. Raises
+    RankFailed."""
     verdicts = prove_all(list(cases(run)), steps=STEPS)
     worst = max(difference.error for verdict in verdicts for difference in verdict.worst.values())
     held = sum(verdict.holds for verdict in verdicts)
@@ -28,7 +29,7 @@ def prove_layouts(run: Run) -> Claim:
 
 
 def plant_faults(run: Run) -> Claim:
-    """The classic faults between processes, planted one by one: the proof must see each and name a parameter."""
+    """Plant typical faults between processes one by one: the proof must detect each and name a parameter."""
     todo = [replace(case, fault=fault, name=fault) for fault in CLASSIC for case in cases(run, own_layout=True)]
     verdicts = prove_all(todo, steps=STEPS)
     first_differing = {fault: _where_seen([v for v in verdicts if v.case == fault]) for fault in CLASSIC}
@@ -40,7 +41,7 @@ def plant_faults(run: Run) -> Claim:
 
 
 def _where_seen(verdicts: list[Verdict]) -> str | None:
-    """The first parameter whose gradient gives the fault away; None if any of the cases missed it."""
+    """First parameter whose gradient reveals the fault; None if any of the cases missed it."""
     if any(verdict.holds for verdict in verdicts):
         return None
     named = [difference.name for difference in verdicts[0].beyond if difference.quantity == "gradient"]

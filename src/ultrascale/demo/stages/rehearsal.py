@@ -1,7 +1,7 @@
-"""Rehearsal of the demo's own model on this machine: the rate from which the demo says how long a step should take.
+"""Rehearsal of the demo's own model on this machine: measures the rate from which the demo predicts the time of a step.
 
-A CPU has no datasheet to look it up in, and a large matrix product reaches several times what a small model does. So as many
-processes as will train make a few forward and backward passes, each alone: no communication, no optimizer, no data.
+A CPU has no datasheet with this rate, and a large GEMM reaches several times that of a small model. So as many processes as
+will train run a few forward and backward passes, each alone: no communication, no optimizer, no data.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16")
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """FLOPs per second that one process reached, all processes computing at once."""
+    """FLOPs per second that one process reached while all processes were computing."""
 
     flops_per_second: dict[Precision, float]
 
     @property
     def fastest(self) -> Precision:
-        """The precision to train in here."""
+        """Precision to train in on this machine."""
         return max(self.flops_per_second, key=lambda precision: self.flops_per_second[precision])
 
 
@@ -45,7 +45,7 @@ def rehearse(run: Run) -> Rehearsal:
 
 
 def step_seconds(run: Run, flops_per_second: float) -> float:
-    """Seconds of a step at a process's rehearsed rate. A bound: communication, optimizer and data are not in it."""
+    """Step time in seconds at a process's rehearsed rate. A lower bound: communication, optimizer and data are excluded."""
     tokens = run.batch.sequences_per_batch * run.batch.sequence_length
     flops = tokens * hardware_flops_per_token(run.model, run.layout, run.batch.sequence_length)
     return flops / (flops_per_second * run.layout.dp)
@@ -63,7 +63,7 @@ def _seconds_on_rank(rendezvous: str, run: Run) -> dict[str, float]:
 
 
 def _seconds_of_a_pass(run: Run, precision: Precision) -> float:
-    """The fastest of a few: what is slower is somebody else's work."""
+    """The fastest of a few: slower ones are disturbed by other work."""
     decoder = Decoder(run.model)
     initialise(decoder, run.model, run.seed)
     decoder = decoder.to(TORCH_DTYPE[precision])

@@ -1,4 +1,4 @@
-"""Real text that every machine with Python has: the sources of its standard library."""
+"""Text that exists on every machine with Python: the sources of its standard library."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from ultrascale.demo.claims import DemoError
 
 VOCABULARY = 2048
 GLOB = "*.py"
-# Tests and installed packages would make it twenty times as much; the others are tables, not code.
+# Tests and installed packages would make it twenty times larger; the others are tables, not code.
 EXCLUDED = (
     "test", "tests", "site-packages", "dist-packages", "idlelib", "lib2to3", "encodings", "pydoc_data", "config-*",
 )  # fmt: skip
 HELD_OUT = 0.05
 LARGEST_BYTES = 40_000_000
-"""More than three times what any Python's library has: above it something else lies in the folder, and time would run away."""
+"""More than three times the size of any Python's library: above it, the folder contains something else, which would take too
+long."""
 
 
 def library_folder() -> Path:
-    """The folder of this Python's standard library. Raises DemoError if its sources are not there."""
+    """Folder of this Python's standard library. Raises DemoError if its sources are missing."""
     folder = Path(sysconfig.get_path("stdlib"))
     try:
         files = find_files([folder], glob=GLOB, exclude=EXCLUDED)
@@ -44,7 +45,7 @@ def library_folder() -> Path:
 def prepare_library(
     library: Path, output: Path, *, on_progress: Callable[[Progress], None], workers: int | None = None
 ) -> Prepared:
-    """Tokenize the library into `output` with a tokenizer of its own; the same again costs nothing. Raises DataError."""
+    """Tokenize the library into `output` with its own tokenizer; a repeated call costs nothing. Raises DataError."""
     recipe = Recipe(
         train_tokenizer=VOCABULARY, glob=GLOB, exclude=EXCLUDED, on_bad="skip", validation_fraction=HELD_OUT,
     )  # fmt: skip
@@ -52,7 +53,7 @@ def prepare_library(
 
 
 def prepare_words(library: Path, output: Path) -> list[str]:
-    """The words of the command that does what `prepare_library` does."""
+    """Words of the command equivalent to `prepare_library`."""
     words = ["data", "prepare", str(library), "--output", str(output), "--glob", GLOB]
     words += [f"--exclude={name}" for name in EXCLUDED]
     return [*words, f"--train-tokenizer={VOCABULARY}", f"--validation-fraction={HELD_OUT}", "--on-bad=skip"]

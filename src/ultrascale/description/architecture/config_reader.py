@@ -1,4 +1,4 @@
-"""Takes keys out of a Hugging Face `config.json` one by one, so that none is passed over unseen."""
+"""Reads keys of a Hugging Face `config.json` one by one, so that none is ignored unnoticed."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ HARMLESS = {
     "model_type", "max_length", "min_length", "do_sample", "temperature", "top_k", "top_p", "gradient_checkpointing",
     "transformers.js_config", "cache_implementation",
 }  # fmt: skip
-"""Keys that change nothing here: token ids, caches, dropout, which pretraining leaves off."""
+"""Keys without effect here: token ids, caches, and dropout, which pretraining does not use."""
 
 
 class Reader:
-    """Takes keys out of a config, remembering which were read and what was wrong."""
+    """Reads keys of a config, and records which were read and which were invalid."""
 
     def __init__(self, config: dict[str, Any], defaults: dict[str, Any], where: str):
         self.config, self.defaults, self.where = config, defaults, where
@@ -29,7 +29,7 @@ class Reader:
         self.problems: list[Problem] = []
 
     def take(self, key: str, kind: type, *, optional: bool = False) -> Any:
-        """The value of `key`, else the default; a wrong type is a problem."""
+        """Value of `key`, or the default; a wrong type is recorded as a problem."""
         self.read.add(key)
         value: Any = self.config.get(key, self.defaults.get(key))
         if value is None and optional:
@@ -46,14 +46,14 @@ class Reader:
         return float(value)
 
     def must_be(self, key: str, allowed: tuple[Any, ...], reason: str) -> None:
-        """Refuses `key` unless it is missing or one of `allowed`."""
+        """Refuse `key` unless it is missing or one of `allowed`."""
         self.read.add(key)
         if key in self.config and self.config[key] not in allowed:
             rule = f"{self.config[key]!r} is not supported: {reason}"
             self.problem(key, rule, f"Only {' or '.join(repr(a) for a in allowed)} can be trained here.")
 
     def take_first(self, keys: tuple[str, ...], kind: type, *, optional: bool = False) -> Any:
-        """The value under the first of several names for one thing that the file has, else the default of the last name."""
+        """Value under the first of several synonymous names that the file has, or the default of the last name."""
         self.read |= set(keys)
         return self.take(next((key for key in keys if self.config.get(key) is not None), keys[-1]), kind, optional=optional)
 
@@ -61,7 +61,7 @@ class Reader:
         self.problems.append(Problem(key, rule, remedy, self.where))
 
     def refuse_unread(self) -> None:
-        """Keys nobody read are refused, unless they are switched off."""
+        """Refuse keys that were not read, unless they are disabled."""
         unread = [key for key in sorted(set(self.config) - self.read) if self.config[key] not in (None, False, [], {}, "")]
         most = max(1, MOST_PROBLEMS - 1 - len(self.problems))
         for key in unread[:most]:

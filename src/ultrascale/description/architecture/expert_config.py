@@ -1,4 +1,4 @@
-"""Experts and latent attention in `config.json`: read and written per family, since each has its own words for them."""
+"""Experts and latent attention in `config.json`: read and written per family, since each has its own keys."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ultrascale.description.architecture.model import Model
 _COUNT = ("num_experts", "n_routed_experts", "num_local_experts")
 _LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _DEEPSEEK = ("num_experts_per_tok", "first_k_dense_replace", "routed_scaling_factor", "moe_intermediate_size", "norm_topk_prob")
-# Of DeepSeek's files: how ranks share the work, sizes said elsewhere too, and how weights are stored. Its loss is per sequence.
+# DeepSeek's keys: how ranks share the work, sizes given elsewhere too, and how weights are stored. Its loss is per sequence.
 _DEEPSEEK_HARMLESS = {"ep_size", "qk_head_dim", "quantization_config", "seq_aux"}
-# Of GPT-OSS's: other names for the same numbers, and how weights are stored.
+# GPT-OSS's keys: other names for the same numbers, and how weights are stored.
 _GPT_OSS_HARMLESS = {"initial_context_length", "experts_per_token", "quantization_config"}
 
 
 def read_experts(reader: Reader, kind: str, fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields of `Model` on experts, and those on latent attention, beside `fields` that have been read already."""
+    """Fields of `Model` for experts and latent attention, in addition to `fields` that have been read already."""
     take = reader.take
     reader.read.add("output_router_logits")
     values: dict[str, Any] = {"num_experts_per_tok": take("num_experts_per_tok", int)}
@@ -39,7 +39,7 @@ def read_experts(reader: Reader, kind: str, fields: dict[str, Any]) -> dict[str,
 
 
 def write_experts(model: Model) -> dict[str, Any]:
-    """The keys that `read_experts` reads."""
+    """Keys that `read_experts` reads."""
     kind = model.model_type
     if kind in IN_DEEPSEEKS_WORDS:
         return _write_deepseek(model)
@@ -62,7 +62,7 @@ def _read_count(reader: Reader) -> int:
 
 
 def _read_dense(reader: Reader) -> int:
-    """Qwen 3: a list of the layers without experts; only "the first so many" can be said."""
+    """Qwen 3: a list of layers without experts; only "the first n layers" can be represented."""
     reader.must_be("decoder_sparse_step", (1,), "every layer has experts, but for the first ones")
     dense = reader.take("mlp_only_layers", list, optional=True) or []
     if dense != list(range(len(dense))):
@@ -111,7 +111,7 @@ def _write_deepseek(model: Model) -> dict[str, Any]:
     config["n_shared_experts"] = model.shared_expert_intermediate_size // model.moe_intermediate_size
     if model.latent_attention:
         config |= {name: getattr(model, name) for name in _LATENT}
-        config["head_dim"] = model.qk_rope_head_dim  # transformers' name for the part that turns
+        config["head_dim"] = model.qk_rope_head_dim  # transformers' name for the part with RoPE
     if model.model_type != "deepseek_v2":
         config["num_nextn_predict_layers"] = model.num_nextn_predict_layers
     return config

@@ -1,7 +1,7 @@
-"""Hugging Face's families, a row each: what its `config.json` cannot say otherwise, what it leaves out, and whether it trains.
+"""Hugging Face model families, one row each: what its `config.json` fixes, its defaults, and whether it can be trained.
 
-Reading and writing, the trainer, the proofs and the tests take up a family from its row: a field that it does not fix is read
-from `config.json`, and a trained one is proven by its preset `tiny-NAME`.
+Reading and writing, the trainer, the proofs and the tests support a family through its row: a field that it does not fix is
+read from `config.json`, and a trained one is proven by its preset `tiny-NAME`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ DEFAULTS: dict[str, Any] = {
     "max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "initializer_range": 0.02, "tie_word_embeddings": False,
     "attention_bias": False, "mlp_bias": False,
 }  # fmt: skip
-"""transformers' own, where a key may be missing from a `config.json`; families differ only where they say so."""
+"""Defaults of transformers for keys that a `config.json` omits; families list only their differences."""
 
 _ROTARY: dict[str, Any] = {"norm": "rmsnorm", "gated_mlp": True, "position_embedding": "rotary"}
 _NO_BIAS: dict[str, Any] = {"attention_output_bias": False, "mlp_bias": False}
-# What most families do not have. Where one of them is fixed, the rules of `Model` fix the fields that go with it.
+# Features that most families do not have. If one of them is fixed, the rules of `Model` fix the related fields.
 _WITHOUT: dict[str, Any] = {
     "hidden_act": None, "attention_sinks": False, "partial_rotary_factor": 1.0, "sliding_window_interval": 1,
     "norm_placement": "pre", "qk_norm_whole": False, "kv_lora_rank": None, "num_nextn_predict_layers": 0,
@@ -37,7 +37,7 @@ _BIASED_ROUTER: dict[str, Any] = {"scoring_func": "sigmoid", "topk_method": "noa
 
 
 def _without(*free: str) -> dict[str, Any]:
-    """Values that switch off the features that most families lack, except for the fields in `free`."""
+    """Values that disable the features that most families lack, except for the fields in `free`."""
     return {key: value for key, value in _WITHOUT.items() if key not in free}
 
 
@@ -54,13 +54,13 @@ class Family:
     """One Hugging Face model type."""
 
     architecture: str
-    """The class name written into `config.json`; empty where transformers has none."""
+    """Class name written into `config.json`; empty if transformers has none."""
     fixed: dict[str, Any]
-    """Fields of `Model` that always have this value; `config.json` says the others."""
+    """Fields of `Model` that always have this value; the others are in `config.json`."""
     defaults: dict[str, Any] = field(default_factory=dict)
-    """transformers' own, where they differ from `DEFAULTS`, by the keys of `config.json`."""
+    """Defaults of transformers where they differ from `DEFAULTS`, by the keys of `config.json`."""
     trained: bool = True
-    """True if the trainer implements all of its parts."""
+    """True if the trainer implements every part of the family."""
 
 
 FAMILIES: dict[str, Family] = {
@@ -215,10 +215,10 @@ FAMILIES: dict[str, Family] = {
         },
     ),
     "grok": Family("", {}, trained=False),
-    "other": Family("", {}, trained=False),  # shapes that are planned and nothing else
+    "other": Family("", {}, trained=False),  # shapes that are planned only
 }  # fmt: skip
 KNOWN = tuple(kind for kind, family in FAMILIES.items() if family.architecture)
-"""Model types that transformers has."""
+"""Model types in transformers."""
 TRAINED = tuple(kind for kind, family in FAMILIES.items() if family.trained)
 WITH_EXPERTS = tuple(kind for kind in KNOWN if FAMILIES[kind].fixed.get("num_experts") != 0)
 WITH_LOCAL_ROPE = tuple(kind for kind in KNOWN if "rope_local_base_freq" not in FAMILIES[kind].fixed)
@@ -228,12 +228,12 @@ IN_DEEPSEEKS_WORDS = tuple(kind for kind in KNOWN if "n_routed_experts" in FAMIL
 
 
 def family(model_type: ModelType | str) -> Family:
-    """The family of a `model_type` that has been checked."""
+    """Family of a valid `model_type`."""
     return FAMILIES[model_type]
 
 
 def export_problems(model: Model) -> list[Problem]:
-    """Why `model` could not be loaded by transformers as its `model_type`; empty if it could."""
+    """Reasons why transformers could not load `model` as its `model_type`; empty if it could."""
     kind = model.model_type
     if not FAMILIES[kind].architecture:
         rule = f"is {kind}, which transformers does not know"
@@ -266,7 +266,7 @@ def export_problems(model: Model) -> list[Problem]:
 
 
 def _parts_problems(model: Model) -> list[Problem]:
-    """Parts that a family cannot be without, or has in whole numbers only."""
+    """Parts that a family requires, or has in whole numbers only."""
     kind, problems = model.model_type, []
     remedy = "Choose another model_type, or set checkpoint.export = false."
     needed = (

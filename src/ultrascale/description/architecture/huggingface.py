@@ -1,8 +1,8 @@
-"""`config.json` to `Model` and back, without transformers and without torch.
+"""Conversion between `config.json` and `Model`, without transformers and without torch.
 
-Reading follows what transformers 4.56 to 5 would build, defaults included; a key that would change the computation in a way
-`Model` cannot say is refused by name. Keys that change nothing here (token ids, caches, dropout, which pretraining leaves off)
-are listed in `description.architecture.config_reader`, and only those are passed over.
+Reading follows transformers 4.56 to 5, defaults included; a key that changes the computation in a way that `Model` cannot
+represent is refused by name. Keys without effect here (token ids, caches, and dropout, which pretraining does not use) are
+listed in `description.architecture.config_reader`, and only those are ignored.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from ultrascale.description.parsing import MOST_JSON, line_of, parse_json, read_
 from ultrascale.description.problems import Problem, SpecError, mistake
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
-"""Endings of files that may run a program when they are read."""
+"""Extensions of files that may execute code when they are read."""
 CONVERT = "Pickles are read by `ultrascale convert SOURCE FOLDER` alone, which makes safetensors of them in a confined process."
 _SAME_AS = {"kimi_k2": "deepseek_v3"}  # another name for the same computation
-# n_embd and friends are GPT-2's own words for the same things; transformers accepts both.
+# n_embd and similar are GPT-2's own names; transformers accepts both.
 _GPT2_NAMES = {
     "hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head",
     "max_position_embeddings": "n_positions",
@@ -30,9 +30,9 @@ _GPT2_NAMES = {
 
 
 def from_hf(path: str | Path) -> Model:
-    """The model of a folder with a `config.json`, or of that file.
+    """Model of a folder with a `config.json`, or of that file.
 
-    Raises SpecError naming the file and every key it refuses.
+    Raises SpecError that names the file and every refused key.
     """
     file = Path(path)
     file = file / "config.json" if file.is_dir() else file
@@ -56,7 +56,7 @@ def from_hf(path: str | Path) -> Model:
 
 
 def model_from_config(config: dict[str, Any], *, where: str = "config.json", name: str = "") -> Model:
-    """The model a `config.json` dictionary describes. Raises SpecError with every key that cannot be represented."""
+    """Model of a `config.json` dictionary. Raises SpecError with every key that cannot be represented."""
     kind = config.get("model_type")
     kind = _SAME_AS.get(kind, kind) if isinstance(kind, str) else kind
     if not isinstance(kind, str) or kind not in KNOWN:
@@ -65,7 +65,7 @@ def model_from_config(config: dict[str, Any], *, where: str = "config.json", nam
     reader = Reader(config | {"model_type": kind}, DEFAULTS | family(kind).defaults, where)
     fields: dict[str, Any] = dict(family(kind).fixed) | {"model_type": kind, "name": name}
     fields |= _read_gpt2(reader) if kind == "gpt2" else _read_llama_like(reader, kind)
-    if fields.get("router_aux_loss_coef"):  # of a loss that transformers defines otherwise, and adds only where it is asked to
+    if fields.get("router_aux_loss_coef"):  # transformers defines this loss differently, and adds it only on request
         fields["router_aux_loss_scope"] = "none"
     model = None
     if not reader.problems:
@@ -80,7 +80,7 @@ def model_from_config(config: dict[str, Any], *, where: str = "config.json", nam
 def to_hf(model: Model) -> dict[str, Any]:
     """The `config.json` of `model`, in the form that transformers 4 and 5, vLLM and llama.cpp all read.
 
-    Token ids are None: whoever exports sets those of the tokenizer. Raises SpecError if the family cannot express the model.
+    Token ids are None: the exporter sets those of the tokenizer. Raises SpecError if the family cannot represent the model.
     """
     problems = export_problems(model)
     if problems:
@@ -124,7 +124,7 @@ def _read_llama_like(reader: Reader, kind: str) -> dict[str, Any]:
         reader.must_be("hidden_act", ("silu",), "the feed-forward layer is SwiGLU")
     take = reader.take
     hidden, heads, layers = (take(k, int) for k in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
-    if not 1 <= layers <= MOST_LAYERS:  # said here, before lists of this length are made
+    if not 1 <= layers <= MOST_LAYERS:  # checked here, before lists of this length are made
         reader.problem("num_hidden_layers", f"must be from 1 to {MOST_LAYERS}, is {layers}", "Repair the file.")
         layers = 1
     positions = take("max_position_embeddings", int)
@@ -158,7 +158,7 @@ def _read_llama_like(reader: Reader, kind: str) -> dict[str, Any]:
 
 
 def _read_local_base(reader: Reader) -> float:
-    """The base of layers with a sliding window; of transformers 5's two tables, the other one is left in the config."""
+    """RoPE base of layers with a sliding window; of transformers 5's two tables, the other one is left in the config."""
     tables = reader.config.get("rope_parameters")
     if isinstance(tables, dict) and isinstance(local := tables.get("sliding_attention"), dict):
         if {*local} - {"rope_theta", "rope_type"} or local.get("rope_type", "default") != "default":
@@ -183,7 +183,7 @@ def _read_rope(reader: Reader, kind: str, positions: int) -> Rope:
 
 
 def _read_window(reader: Reader, kind: str, layers: int) -> dict[str, Any]:
-    """The sliding window: Mistral's is on all layers; Qwen's on those from `max_window_layers` on, when it is switched on."""
+    """Sliding window: Mistral's is on all layers; Qwen's on those from `max_window_layers` on, if enabled."""
     types = reader.take("layer_types", list, optional=True) if kind != "llama" else None
     if kind in WITH_LOCAL_ROPE:
         return _read_full_interval(reader, types, layers)
@@ -211,7 +211,7 @@ def _read_window(reader: Reader, kind: str, layers: int) -> dict[str, Any]:
 
 
 def _read_alternating_window(reader: Reader, types: list[Any] | None, layers: int) -> dict[str, Any]:
-    """GPT-OSS: windowed and full layers by turns."""
+    """GPT-OSS: alternating layers with a window and with full attention."""
     expected = [("sliding_attention", "full_attention")[layer % 2] for layer in range(layers)]
     if types not in (None, expected):
         rule = "must be sliding_attention and full_attention by turns, sliding first"
@@ -220,7 +220,7 @@ def _read_alternating_window(reader: Reader, types: list[Any] | None, layers: in
 
 
 def _read_full_interval(reader: Reader, types: list[Any] | None, layers: int) -> dict[str, Any]:
-    """Gemma 3: every n-th layer sees everything, the others are windowed."""
+    """Gemma 3: every n-th layer has full attention, the others a window."""
     interval: int | None = reader.take_first(("_sliding_window_pattern", "sliding_window_pattern"), int)
     if types is not None:
         interval = types.index("full_attention") + 1 if "full_attention" in types else None
@@ -237,7 +237,7 @@ def _layer_types(layers: int, interval: int | None) -> list[str]:
 
 
 def _read_no_rope_interval(reader: Reader, layers: int) -> int | None:
-    """SmolLM 3: a list of 1 (rotary) and 0 (none) per layer; only "every n-th has none" can be said."""
+    """SmolLM 3: a list of 1 (RoPE) and 0 (none) per layer; only "every n-th has none" can be represented."""
     interval = reader.take("no_rope_layer_interval", int, optional=True)
     rotary = reader.take("no_rope_layers", list, optional=True)
     if rotary is None:

@@ -7,10 +7,10 @@ Shape legend, used everywhere:
     D  hidden size                 E  head dim           L  layers
     X  experts
 
-Three kinds of block can be said. Dense: attention, then one feed-forward layer. Experts (Shazeer et al. 2017): a router sends
-each token to `num_experts_per_tok` of `num_experts` feed-forward layers, beside which a shared one may see every token. Latent
-attention (DeepSeek-V2, section 2.1): queries, keys and values are made from narrow projections, `q_lora_rank` and
-`kv_lora_rank` wide. `config.rules.trainable` says which of these the trainer runs.
+Three kinds of block are supported. Dense: attention, then one feed-forward layer. Experts (Shazeer et al. 2017): a router sends
+each token to `num_experts_per_tok` of `num_experts` feed-forward layers, optionally beside a shared one for every token. Latent
+attention (DeepSeek-V2, section 2.1): queries, keys and values are made from narrow projections of width `q_lora_rank` and
+`kv_lora_rank`. `config.rules.trainable` lists which of these the trainer runs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _OPTIONAL_SIZES = (
     "qk_rope_head_dim", "v_head_dim",
 )  # fmt: skip
 MOST_LAYERS = 2048
-"""A plan replays every block in up to a millisecond. The deepest published model has 1,000 (Wang et al. 2022, DeepNet)."""
+"""A plan simulates every block in up to a millisecond. The deepest published model has 1,000 (Wang et al. 2022, DeepNet)."""
 _LIMITS = (
     (("num_hidden_layers",), (1, MOST_LAYERS)),
     (("num_attention_heads", "num_key_value_heads"), (1, 10_000)),
@@ -38,7 +38,7 @@ _LIMITS = (
     (("num_nextn_predict_layers",), (0, 100)),
 )
 RANGES = {key: limits for keys, limits in _LIMITS for key in keys}
-"""Lowest and highest value of whole numbers. The highest are far above any model: they catch slips of the finger."""
+"""Lowest and highest value of whole numbers. The upper bounds are far above any model: they catch typing errors."""
 ModelType = Literal[
     "gpt2", "llama", "mistral", "qwen2", "qwen3", "smollm3", "olmo2", "gemma3_text", "mixtral", "qwen3_moe", "olmoe",
     "deepseek_v2", "deepseek_v3", "glm4_moe", "gpt_oss", "nemotron", "grok", "other",
@@ -47,7 +47,7 @@ NormPlacement = Literal["pre", "post", "both"]
 
 
 class BlockNorms(NamedTuple):
-    """Names of the norms of a block over the hidden size; empty: there is none."""
+    """Names of a block's norms over the hidden size; empty if there is none."""
 
     before_attention: str
     after_attention: str
@@ -62,7 +62,7 @@ BLOCK_NORMS: dict[NormPlacement, BlockNorms] = {
         "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
     ),
 }
-"""Hugging Face's names, which say where a norm stands and not what it reads."""
+"""Names in Hugging Face, which refer to the position of a norm, not to its input."""
 
 
 @dataclass(frozen=True)
@@ -70,137 +70,136 @@ class Model:
     """A decoder-only transformer. Defaults are Llama's choices."""
 
     vocab_size: int
-    """Tokens of the vocabulary, V."""
+    """Vocabulary size, V."""
     hidden_size: int
     """Width of the residual stream, D."""
     intermediate_size: int
     """Width of the feed-forward layer, F."""
     num_hidden_layers: int
-    """Blocks, L."""
+    """Number of blocks, L."""
     num_attention_heads: int
-    """Heads of queries, H."""
+    """Number of query heads, H."""
     num_key_value_heads: int
-    """Heads of keys and values, K: fewer than H in grouped-query attention. A file that gives no number has H of them."""
+    """Number of key/value heads, K: fewer than H in grouped-query attention. If the file has none: H."""
     head_dim: int
-    """Width of a head, E. A file that gives none has `hidden_size` / `num_attention_heads`."""
+    """Dimension of a head, E. If the file has none: `hidden_size` / `num_attention_heads`."""
     max_position_embeddings: int
-    """Tokens of the longest sequence the model is made for."""
+    """Longest sequence that the model is made for, in tokens."""
     model_type: ModelType = "llama"
-    """The Hugging Face family it is exported as."""
+    """Hugging Face model type of exports."""
     name: str = ""
-    """The preset's name, or the folder it was read from; for printing only."""
+    """Name of the preset, or of the folder it was read from; only printed."""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     """Normalization of each half of a block (attention, feed-forward layer)."""
     norm_placement: NormPlacement = "pre"
-    """Input of the norms of a block. "pre": the input of each half; "post": its result, before it is added (OLMo 2); "both":
-    one of each (Gemma 3)."""
+    """Position of the norms of a block. "pre": on the input of each half; "post": on its output, before the residual add (OLMo
+    2); "both": on both (Gemma 3)."""
     zero_centered_norm: bool = False
-    """RMSNorms multiply by 1 + weight, and weights start at zero (Gemma)."""
+    """RMSNorms multiply by 1 + weight, with weights initialized to zero (Gemma)."""
     scale_embedding: bool = False
-    """Rows of the embedding are multiplied by sqrt(hidden_size), rounded to their dtype (Gemma)."""
+    """Embeddings are multiplied by sqrt(hidden_size), rounded to their dtype (Gemma)."""
     norm_eps: float = 1e-5
-    """Added to the mean square, or variance, before its root."""
+    """Epsilon, added to the mean square, or variance, before the root."""
     gated_mlp: bool = True
-    """down(act(gate(x)) * up(x)); otherwise down(act(up(x)))."""
+    """down(act(gate(x)) * up(x)); if false, down(act(up(x)))."""
     hidden_act: Literal["silu", "gelu_pytorch_tanh", "relu2", "swigluoai"] | None = None
-    """`act`. None: silu if `gated_mlp`, else gelu_pytorch_tanh. relu2: squared ReLU (Nemotron); swigluoai: GPT-OSS's clamped
-    SwiGLU, (up + 1) * gate * sigmoid(1.702 gate)."""
+    """Activation function `act`. None: silu if `gated_mlp`, else gelu_pytorch_tanh. relu2: squared ReLU (Nemotron); swigluoai:
+    GPT-OSS's clamped SwiGLU, (up + 1) * gate * sigmoid(1.702 gate)."""
     position_embedding: Literal["rotary", "learned"] = "rotary"
-    """Positions turn queries and keys (RoPE), or have vectors of their own (GPT-2)."""
+    """Position encoding: RoPE on queries and keys, or learned embeddings (GPT-2)."""
     rope_theta: float = 10000.0
-    """Base of RoPE's wavelengths."""
+    """Base of the wavelengths of RoPE."""
     rope_scaling: RopeScaling | None = None
     rope_local_base_freq: float | None = None
-    """Base of RoPE's wavelengths in layers with a sliding window, which `rope_scaling` leaves alone (Gemma 3). None: as in the
-    others."""
+    """Base of RoPE's wavelengths in layers with a sliding window, to which `rope_scaling` does not apply (Gemma 3). None: as in
+    the other layers."""
     no_rope_layer_interval: int | None = None
-    """SmolLM 3: every n-th layer (n, 2n, ... counted from one) has no rotary positions."""
+    """SmolLM 3: every n-th layer (n, 2n, ... counted from one) has no RoPE."""
     qkv_bias: bool = False
-    """The projections to queries, keys and values add a bias."""
+    """The projections to queries, keys and values have a bias."""
     attention_output_bias: bool = False
-    """The output projection of attention adds a bias."""
+    """The output projection of attention has a bias."""
     mlp_bias: bool = False
-    """The projections of the feed-forward layer add biases."""
+    """The projections of the feed-forward layer have biases."""
     qk_norm: bool = False
-    """RMSNorm over each head of queries and keys, before rotary (Qwen 3)."""
+    """RMSNorm over each head of queries and keys, before RoPE (Qwen 3)."""
     qk_norm_whole: bool = False
-    """The norm of `qk_norm` runs over all heads together instead (OLMoE)."""
+    """The norm of `qk_norm` is over all heads together instead (OLMoE)."""
     attention_sinks: bool = False
-    """One learned number a head joins the softmax and attends to nothing (GPT-OSS)."""
+    """Attention sinks: one learned logit per head joins the softmax and attends to nothing (GPT-OSS)."""
     query_pre_attn_scalar: int | None = None
-    """Scores are divided by the root of this (Gemma). None: of `head_dim`."""
+    """Attention scores are divided by the root of this (Gemma). None: the root of `head_dim`."""
     partial_rotary_factor: float = 1.0
-    """Share of a head's dimensions that turn (Nemotron, GLM-4.5: a half)."""
+    """Fraction of a head's dimensions that RoPE rotates (Nemotron, GLM-4.5: a half)."""
     sliding_window: int | None = None
-    """A token sees at most this many positions, itself included."""
+    """Sliding window: a token attends to at most this many positions, itself included."""
     max_window_layers: int = 0
-    """Layers below this index use full attention even when `sliding_window` is set (Qwen)."""
+    """Layers below this index use full attention even if `sliding_window` is set (Qwen)."""
     sliding_window_interval: int = 1
-    """Every n-th layer (0, n, 2n, ... counted from zero) is windowed, the others see everything (GPT-OSS: 2)."""
+    """Every n-th layer (0, n, 2n, ... counted from zero) has the window, the others use full attention (GPT-OSS: 2)."""
     full_attention_interval: int | None = None
-    """Interval of layers without the window: every n-th (n, 2n, ... counted from one) sees everything (Gemma 3: 6)."""
+    """Interval of layers without the window: every n-th (n, 2n, ... counted from one) uses full attention (Gemma 3: 6)."""
     tie_word_embeddings: bool = False
-    """The head is the transposed embedding."""
+    """The weight of the head is that of the embedding."""
     initializer_range: float = 0.02
     """Standard deviation of the initial weights."""
     num_experts: int = 0
-    """Experts a layer, X. 0: a dense model, and none of the fields down to `expert_capacity_factor` may be set."""
+    """Number of experts per layer, X. 0: a dense model, and none of the fields down to `expert_capacity_factor` may be set."""
     num_experts_per_tok: int = 0
-    """Experts that each token visits."""
+    """Experts per token (top-k)."""
     moe_intermediate_size: int = 0
-    """F of one expert."""
+    """Width of one expert, F."""
     shared_expert_intermediate_size: int = 0
-    """F of the experts that every token visits, all of them together. 0: there are none."""
+    """Width of the shared experts together. 0: there are none."""
     first_k_dense_replace: int = 0
-    """Leading layers with a dense feed-forward layer, `intermediate_size` wide (DeepSeek)."""
+    """Number of first layers with a dense feed-forward layer of width `intermediate_size` (DeepSeek)."""
     scoring_func: Literal["softmax", "sigmoid"] = "softmax"
     """Function from router logits to scores."""
     topk_method: Literal["greedy", "group_limited_greedy", "noaux_tc"] = "greedy"
     """Selection of experts: by score; group-limited (DeepSeek-V2); by score plus a bias that balances load (DeepSeek-V3)."""
     norm_topk_prob: bool = True
-    """The scores of the chosen experts are made to sum to one."""
+    """Normalize the scores of the chosen experts to sum to one."""
     routed_scaling_factor: float = 1.0
-    """Their sum is multiplied by this."""
+    """Factor applied to the sum of the experts' outputs."""
     n_group: int = 1
-    """Experts are in this many groups ..."""
+    """Number of groups of experts ..."""
     topk_group: int = 1
-    """... of which a token visits at most this many (node-limited routing)."""
+    """... of which a token may use at most this many (node-limited routing)."""
     router_aux_loss_coef: float = 0.0
-    """Weight of the load-balancing loss: 1 a layer where all experts are chosen equally often (Fedus et al. 2022)."""
+    """Weight of the load-balancing loss: 1 per layer if all experts are chosen equally often (Fedus et al. 2022)."""
     router_aux_loss_scope: Literal["none", "sequence", "micro-batch", "global"] = "sequence"
-    """Tokens over which experts are to be chosen equally often: each sequence (DeepSeek), a micro-batch, or the micro-batches
-    of all data-parallel ranks (Qiu et al. 2025). Only the first is the same for every layout. "none": the coefficient is kept
-    for export and not applied, as with every model that was read from a `config.json`."""
+    """Tokens over which the load is to be balanced: each sequence (DeepSeek), a micro-batch, or the micro-batches of all
+    data-parallel ranks (Qiu et al. 2025). Only the first is the same for every layout. "none": the coefficient is kept for
+    export and not applied, as with every model that was read from a `config.json`."""
     router_z_loss_coef: float = 0.0
-    """Weight of the mean squared log of the sum of exponentials of router logits (Zoph et al. 2022)."""
+    """Weight of the router z-loss: the mean squared log-sum-exp of router logits (Zoph et al. 2022)."""
     router_bias_update_rate: float = 0.001
-    """Step of the bias that balances load: after an update, up for an expert that was chosen less often than the mean, else
-    down (Wang et al. 2024). Read only if topk_method = "noaux_tc"."""
+    """Step size of the bias that balances load: after an update, up for an expert that was chosen less often than the mean,
+    else down (Wang et al. 2024). Read only if topk_method = "noaux_tc"."""
     expert_capacity_factor: float | None = None
-    """An expert takes at most this many times its even share of a sequence's tokens; those of lowest score are dropped, of
-    equal ones the later. None: nothing is dropped."""
+    """Capacity factor: an expert takes at most this many times its even share of a sequence's tokens; the tokens with the
+    lowest scores are dropped, among equal scores the later ones. None: nothing is dropped."""
     num_nextn_predict_layers: int = 0
-    """Multi-token prediction: further blocks that predict the tokens after the next (DeepSeek-V3, section 2.2)."""
+    """Multi-token prediction: additional blocks that predict the tokens after the next (DeepSeek-V3, section 2.2)."""
     dropout: float = 0.0
-    """Share of the elements of the embedding, and of what each half of a block adds, that are zero in training (GPT-2's
-    `embd_pdrop` and `resid_pdrop`). Attention weights are never dropped: fused kernels draw bits of their own, which no other
-    layout could repeat."""
+    """Dropout probability of the embedding, and of the output of each half of a block (GPT-2's `embd_pdrop` and `resid_pdrop`).
+    Attention weights are never dropped: fused kernels draw random bits of their own, which no other layout could repeat."""
     mtp_loss_coef: float = 0.3
-    """Weight of the mean of their losses (DeepSeek-V3: 0.3, then 0.1 for the last third)."""
+    """Weight of the mean multi-token prediction loss (DeepSeek-V3: 0.3, then 0.1 for the last third)."""
     q_lora_rank: int | None = None
-    """Latent attention: width from which queries are made. None: they come straight from the hidden states."""
+    """Latent attention: width from which queries are made. None: they are projected directly from the hidden states."""
     kv_lora_rank: int | None = None
     """Latent attention: width from which keys and values are made. None: ordinary attention."""
     qk_nope_head_dim: int = 0
-    """Latent attention: dimensions of a query's or key's head that do not turn; `head_dim` is this plus `qk_rope_head_dim`."""
+    """Latent attention: dimensions of a query or key head without RoPE; `head_dim` is this plus `qk_rope_head_dim`."""
     qk_rope_head_dim: int = 0
-    """Latent attention: those that turn; one such key is shared by all heads."""
+    """Latent attention: dimensions of a query or key head with RoPE; all heads share one such key."""
     v_head_dim: int = 0
-    """Latent attention: dimensions of a value's head."""
+    """Latent attention: dimensions of a value head."""
 
     @property
     def block_norms(self) -> BlockNorms:
-        """The norms of a block over the hidden size."""
+        """Norms of a block over the hidden size."""
         return BLOCK_NORMS[self.norm_placement]
 
     @property
@@ -219,12 +218,12 @@ class Model:
 
     @property
     def value_head_dim(self) -> int:
-        """Width of one head of values: `head_dim`, but for latent attention."""
+        """Dimension of a value head: `head_dim`, except in latent attention."""
         return self.v_head_dim if self.latent_attention else self.head_dim
 
     @property
     def rotary_dim(self) -> int:
-        """Dimensions of a head that turn with rotary positions."""
+        """Dimensions of a head that RoPE rotates."""
         return self.qk_rope_head_dim if self.latent_attention else int(self.head_dim * self.partial_rotary_factor)
 
     @property
@@ -234,12 +233,12 @@ class Model:
 
     @property
     def activation(self) -> str:
-        """The activation function of the feed-forward layers."""
+        """Activation function of the feed-forward layers."""
         return self.hidden_act or ("silu" if self.gated_mlp else "gelu_pytorch_tanh")
 
     @property
     def balance_loss_coef(self) -> float:
-        """Weight of the load-balancing loss in training; 0: it is not applied."""
+        """Weight of the load-balancing loss in training; 0 if it is not applied."""
         return 0.0 if self.router_aux_loss_scope == "none" else self.router_aux_loss_coef
 
     def is_moe(self, layer: int) -> bool:
@@ -247,23 +246,23 @@ class Model:
         return self.num_experts > 0 and layer >= self.first_k_dense_replace
 
     def window(self, layer: int) -> int | None:
-        """The sliding window of a layer (counted from zero), or None for full attention."""
+        """Sliding window of a layer (counted from zero), or None for full attention."""
         windowed = layer >= self.max_window_layers and layer % self.sliding_window_interval == 0
         sees_all = self.full_attention_interval is not None and (layer + 1) % self.full_attention_interval == 0
         return self.sliding_window if windowed and not sees_all else None
 
     def is_rope_local(self, layer: int) -> bool:
-        """True if rotary positions of block `layer` (counted from zero) have `rope_local_base_freq`."""
+        """True if RoPE in block `layer` (counted from zero) uses `rope_local_base_freq`."""
         return self.rope_local_base_freq is not None and self.window(layer) is not None
 
     def uses_rotary(self, layer: int) -> bool:
-        """True if block `layer` (counted from zero) applies rotary positions (RoPE) to queries and keys."""
+        """True if block `layer` (counted from zero) applies RoPE to queries and keys."""
         if self.position_embedding != "rotary":
             return False
         return self.no_rope_layer_interval is None or (layer + 1) % self.no_rope_layer_interval != 0
 
     def problems(self) -> list[Problem]:
-        """Every rule the fields break, with keys relative to `model`."""
+        """Every broken rule, with keys relative to `model`."""
         rule_problems: list[Problem] = []
 
         def expect(holds: bool, key: str, rule: str, remedy: str) -> None:
@@ -352,7 +351,7 @@ def _expect_positions(model: Model, expect: _Expect) -> None:
 
 
 def _expect_experts(model: Model, expect: _Expect) -> None:
-    """Fields of experts come together or not at all."""
+    """Fields of experts: all are set, or none."""
     if not model.num_experts:
         for key in _OF_EXPERTS:
             holds = getattr(model, key) == getattr(Model, key)
@@ -384,7 +383,7 @@ def _expect_experts(model: Model, expect: _Expect) -> None:
 
 
 def _expect_latent_attention(model: Model, expect: _Expect) -> None:
-    """Fields of latent attention come together or not at all."""
+    """Fields of latent attention: all are set, or none."""
     if not model.latent_attention:
         for key in ("q_lora_rank", *_LATENT):
             holds = getattr(model, key) == getattr(Model, key)

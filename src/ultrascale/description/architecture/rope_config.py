@@ -1,4 +1,4 @@
-"""Rotary positions in `config.json`: `rope_theta` and `rope_scaling`, or the `rope_parameters` of transformers 5."""
+"""RoPE in `config.json`: `rope_theta` and `rope_scaling`, or the `rope_parameters` of transformers 5."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _KEYS = {
     "yarn": ("beta_fast", "beta_slow", "attention_factor"),
     "linear": (),
 }
-# What only some families read of yarn.
+# Keys of yarn that only some families read.
 _FAMILY_KEYS = {"deepseek_v2": ("mscale", "mscale_all_dim"), "deepseek_v3": ("mscale", "mscale_all_dim")}
 _UNROUNDED = ("gpt_oss",)
 _REMEDY = "Choose a model with plain, llama3, yarn or linear rotary positions."
@@ -23,7 +23,7 @@ _REMEDY = "Choose a model with plain, llama3, yarn or linear rotary positions."
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary positions as a config has them, and what is wrong with them."""
+    """RoPE settings of a config, and the problems found in them."""
 
     theta: float
     scaling: RopeScaling | None
@@ -32,7 +32,7 @@ class Rope:
 
 
 def read_rope(config: dict[str, Any], default_theta: float, positions: int, where: str) -> Rope:
-    """The rotary positions of a config; `positions` is its `max_position_embeddings`, the default of the original length."""
+    """RoPE settings of a config; `positions` is its `max_position_embeddings`, the default of the original length."""
     problems: list[Problem] = []
     family = config["model_type"]
     turns_partly = "partial_rotary_factor" not in FAMILIES[family].fixed
@@ -76,9 +76,9 @@ def read_rope(config: dict[str, Any], default_theta: float, positions: int, wher
 
 
 def write_rope(model: Model) -> dict[str, Any]:
-    """The old form, which transformers 4 and 5 both read."""
+    """The older form, which transformers 4 and 5 both read."""
     scaling = model.rope_scaling
-    if scaling is None:  # where the family's default is another, "none" must be said
+    if scaling is None:  # if the family's default is another, "none" must be explicit
         plain = {"rope_type": "default"} if model.model_type in _UNROUNDED else None
         return {"rope_theta": model.rope_theta, "rope_scaling": plain}
     length = () if scaling.rope_type == "linear" else ("original_max_position_embeddings",)

@@ -1,4 +1,4 @@
-"""Rotary positions stretched past the length they were trained for."""
+"""RoPE scaled beyond the context length that it was trained for."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from ultrascale.description.problems import Problem
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Rotary frequencies (RoPE) scaled beyond the context length that they were trained for."""
+    """RoPE frequencies scaled beyond the context length that they were trained for."""
 
     rope_type: Literal["llama3", "yarn", "linear"]
-    """The rule by which they are stretched: Llama 3.1's, YaRN (Peng et al. 2023), or all alike (Chen et al. 2023)."""
+    """Rule of scaling: Llama 3.1's, YaRN (Peng et al. 2023), or linear, all frequencies alike (Chen et al. 2023)."""
     factor: float
-    """Context is stretched by this factor."""
+    """Factor by which the context length is extended."""
     original_max_position_embeddings: int
-    """Tokens of the sequences it was trained for before; linear: not read."""
+    """Original context length in tokens; linear: not read."""
     low_freq_factor: float = 1.0
     """llama3: wavelengths longer than original / low_freq_factor are divided by `factor`."""
     high_freq_factor: float = 4.0
     """llama3: wavelengths shorter than original / high_freq_factor are kept."""
     beta_fast: float = 32.0
-    """yarn: dimensions that turn more often than this over the original length are kept."""
+    """yarn: dimensions with more rotations than this over the original length are kept."""
     beta_slow: float = 1.0
-    """yarn: dimensions that turn less often than this are divided by `factor`."""
+    """yarn: dimensions with fewer rotations than this are divided by `factor`."""
     attention_factor: float | None = None
     """yarn: scale of cos and sin; None means 0.1 ln(factor) + 1."""
     truncate: bool = True
@@ -36,7 +36,7 @@ class RopeScaling:
     """... and scores by (0.1 mscale_all_dim ln(factor) + 1)^2."""
 
     def problems(self) -> list[Problem]:
-        """Every rule the fields break, with keys relative to `model.rope_scaling`."""
+        """Every broken rule, with keys relative to `model.rope_scaling`."""
         rule_problems: list[Problem] = []
 
         def expect(holds: bool, key: str, rule: str, remedy: str) -> None:

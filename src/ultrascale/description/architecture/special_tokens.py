@@ -1,8 +1,8 @@
-"""Names of the tokens around a document in common tokenizers, in the order in which they are looked up."""
+"""Names of the tokens around a document in common tokenizers, in lookup order."""
 
 from __future__ import annotations
 
 END_OF_DOCUMENT = "<|endoftext|>"
-"""GPT-2's, and that of tokenizers trained here."""
+"""Name in GPT-2, and in tokenizers trained by this package."""
 ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|eod|>")
 BEGINS = ("<|begin_of_text|>", "<s>", "<bos>", "[BOS]")

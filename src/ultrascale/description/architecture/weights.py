@@ -1,14 +1,14 @@
-"""The table of every weight: global name, shape, how it starts and decays, and where it may be cut.
+"""The table of every weight: global name, shape, initial values, weight decay, and how it may be sharded.
 
-Whoever needs to know what weights there are reads this table: `models/` is held to it by a test, `train/` takes initial values
-and weight-decay groups from it, `checkpoint/` names by it, and `plan/` sums it.
-Names are those of Hugging Face's Llama (Qwen 3 MoE, DeepSeek-V3) without the leading `model.`; the router, called `gate` there,
-is `router` here. All experts of a layer are one weight, [X, out, in], as grouped products read them.
+It is the only list of weights: a test compares `models/` with it, `train/` takes initial values and weight-decay groups from
+it, `checkpoint/` its names, and `plan/` its sizes. Names are those of Hugging Face's Llama (Qwen 3 MoE, DeepSeek-V3) without
+the leading `model.`; the router, called `gate` there, is `router` here. All experts of a layer are one weight, [X, out, in], as
+grouped GEMMs read them.
 
-    cut by             weights
+    sharded by         weights
     tp, dim 0          embedding and head (the vocabulary), q k v, gate and up (column parallel)
     tp, dim 1          o, down (row parallel)
-    ep, dim 0          experts; expert_tp cuts them as tp cuts gate, up and down, one dim further
+    ep, dim 0          experts; expert_tp shards them as tp shards gate, up and down, one dim further
     not by tp          norms, the router, positions, latent attention's narrow projections
 """
 
@@ -33,27 +33,27 @@ class Weight:
     shape: tuple[int, ...]
     part: Part
     layer: int | None
-    """The decoder block that owns it; None outside the blocks. Blocks of multi-token prediction follow the last one."""
+    """Decoder block of the weight; None outside the blocks. Blocks of multi-token prediction follow the last one."""
     init_std: float | None = None
-    """Standard deviation of its initial normal values; None: filled with `init_fill`."""
+    """Standard deviation of the normal initial values; None: filled with `init_fill`."""
     init_fill: float = 0.0
     decay: bool = True
     """True if weight decay applies: matrices, not norms and biases."""
     tp_dim: int | None = None
-    """The dimension that tensor parallelism (of experts: `expert_tp`) cuts; None: every rank holds all of it."""
+    """Dimension that tensor parallelism (for experts, `expert_tp`) shards; None: every rank holds all of it."""
     max_tp_shards: int | None = None
-    """At most so many ranks cut it, further ones hold copies: heads of keys and values."""
+    """Largest number of shards; further ranks hold replicas: heads of keys and values."""
     is_expert: bool = False
     """True if dim 0 counts experts: `ep` shards it, and gradients are reduced over expert data parallelism only."""
     first_column: int = 0
-    """Offset of a rank's part in the last dimension of the unsharded weight; 0 for a whole weight."""
+    """Offset of a rank's shard in the last dimension of the unsharded weight; 0 for an unsharded weight."""
 
     @property
     def numel(self) -> int:
         return prod(self.shape)
 
     def local_numel(self, *, tp: int = 1, ep: int = 1, expert_tp: int = 1) -> int:
-        """Elements on the rank that holds most; a dimension that does not divide is rounded up."""
+        """Elements of the largest shard; a dimension that does not divide is rounded up."""
         shape = list(self.shape)
         cuts = [(0, ep), (self.tp_dim, expert_tp)] if self.is_expert else [(self.tp_dim, min(tp, self.max_tp_shards or tp))]
         for dim, ranks in cuts:
@@ -66,8 +66,8 @@ def weights(model: Model) -> Iterator[Weight]:
     """Every weight of `model` in the order of the forward pass. A tied head has no entry: it is `embed_tokens.weight`; and the
     blocks of multi-token prediction, which follow the last one, use the model's embedding and head.
 
-    Initial values: normal with `initializer_range`, and the projections that write to the residual stream divided by
-    sqrt(2 L), as in GPT-2 (Radford et al. 2019, section 2.3). Norms start at one, biases at zero.
+    Initial values: normal with `initializer_range`; the projections that write to the residual stream are divided by sqrt(2 L),
+    as in GPT-2 (Radford et al. 2019, section 2.3). Norms start at one, biases at zero.
     """
     std, d = model.initializer_range, model.hidden_size
     yield Weight("embed_tokens.weight", (model.vocab_size, d), "embedding", None, std, tp_dim=0)
@@ -82,10 +82,10 @@ def weights(model: Model) -> Iterator[Weight]:
 
 @lru_cache(maxsize=4096)
 def layer_weights(model: Model, layer: int) -> tuple[Weight, ...]:
-    """The weights of one decoder block, in the order of its forward pass.
+    """Weights of one decoder block, in the order of its forward pass.
 
-    Layers from `num_hidden_layers` on are those of multi-token prediction (DeepSeek-V3, section 2.2): a projection that joins
-    the embedding of the next token to what the block before made, a block of the last kind, and a norm before the shared head.
+    Layers from `num_hidden_layers` on are those of multi-token prediction (DeepSeek-V3, section 2.2): a projection of the next
+    token's embedding and the previous block's output, a block like the last one, and a norm before the shared head.
     """
     return tuple(_layer_weights(model, layer))
 
@@ -107,12 +107,12 @@ def _layer_weights(model: Model, layer: int) -> Iterator[Weight]:
 
 
 def is_hidden_matrix(weight: Weight) -> bool:
-    """True if Muon updates it: matrices inside blocks, expert by expert; not embedding, head, router and vectors."""
+    """True if Muon updates the weight: matrices inside blocks, expert by expert; not embedding, head, router and vectors."""
     return weight.part in ("attention", "mlp") and len(weight.shape) == (3 if weight.is_expert else 2)
 
 
 def score_biases(model: Model) -> Iterator[Weight]:
-    """The biases that balance experts' load: state of the model that no gradient teaches (`topk_method = "noaux_tc"`)."""
+    """Biases that balance the load of experts: state of the model without a gradient (`topk_method = "noaux_tc"`)."""
     if model.num_experts and model.topk_method == "noaux_tc":
         for layer in range(model.num_hidden_layers + model.num_nextn_predict_layers):
             if model.is_moe(layer):
@@ -121,20 +121,22 @@ def score_biases(model: Model) -> Iterator[Weight]:
 
 
 def layer_kinds(model: Model) -> list[tuple[int, int]]:
-    """(layer, how many have the same weights) of each kind of decoder block: dense ones first, then those with experts."""
+    """(layer, number of layers with the same weights) for each kind of decoder block: dense ones first, then those with
+    experts."""
     dense = min(model.first_k_dense_replace, model.num_hidden_layers) if model.num_experts else model.num_hidden_layers
     kinds = [(0, dense), (dense, model.num_hidden_layers - dense)]
     return [(layer, count) for layer, count in kinds if count]
 
 
 def num_parameters(model: Model) -> int:
-    """Number of parameters as models are named by it: a tied embedding counts once, multi-token prediction not at all."""
+    """Number of parameters by the convention of model names: a tied embedding counts once, multi-token prediction is
+    excluded."""
     blocks = sum(count * sum(w.numel for w in layer_weights(model, layer)) for layer, count in layer_kinds(model))
     return sum(w.numel for w in weights_outside_layers(model)) + blocks
 
 
 def num_active_parameters(model: Model) -> int:
-    """Parameters that one token meets: all of them but the experts that it does not visit. The whole embedding counts."""
+    """Parameters active per token: all but the experts that it does not visit. The whole embedding counts."""
     if not model.num_experts:
         return num_parameters(model)
     idle = model.num_experts - model.num_experts_per_tok
@@ -145,7 +147,7 @@ def num_active_parameters(model: Model) -> int:
 
 @lru_cache(maxsize=256)
 def weights_outside_layers(model: Model) -> tuple[Weight, ...]:
-    """Embeddings, final norm and head: what `weights` gives without its blocks."""
+    """Embeddings, final norm and head: `weights` without the blocks."""
     return tuple(weights(replace(model, num_hidden_layers=0, num_nextn_predict_layers=0)))
 
 
@@ -168,7 +170,7 @@ def _attention(model: Model, layer: int) -> Iterator[Weight]:
 
 
 def _latent_attention(model: Model, layer: int) -> Iterator[Weight]:
-    """DeepSeek-V2, section 2.1.2. The narrow projections are on every rank, those to the heads are cut by heads."""
+    """DeepSeek-V2, section 2.1.2. The narrow projections are replicated, those to the heads are sharded by heads."""
     d, heads, std, bias = model.hidden_size, model.num_attention_heads, model.initializer_range, model.qkv_bias
     block, narrow = f"layers.{layer}.self_attn", model.kv_lora_rank or 0
     if model.q_lora_rank is None:
@@ -193,7 +195,7 @@ def _mlp(model: Model, layer: int, name: str, width: int) -> Iterator[Weight]:
 
 
 def _experts(model: Model, layer: int) -> Iterator[Weight]:
-    """The router, all experts, and what every token visits beside them."""
+    """The router, all experts, and the shared expert."""
     block, count, width, d = f"layers.{layer}.mlp", model.num_experts, model.moe_intermediate_size, model.hidden_size
     yield from _linear(f"{block}.router", "router", layer, count, d, model.initializer_range, model.mlp_bias)
     for weight in _mlp(model, layer, "mlp.experts", width):
@@ -219,7 +221,7 @@ def _linear(
     tp_dim: int | None = None,
     max_tp_shards: int | None = None,
 ) -> Iterator[Weight]:
-    """A projection [rows, columns]; the bias of one cut along its columns is on every rank."""
+    """A projection [rows, columns]; the bias of one sharded along its columns is on every rank."""
     yield Weight(f"{name}.weight", (rows, columns), part, layer, std, tp_dim=tp_dim, max_tp_shards=max_tp_shards)
     if bias:
         bias_tp_dim = 0 if tp_dim == 0 else None

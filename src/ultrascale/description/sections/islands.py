@@ -1,4 +1,4 @@
-"""Islands: groups of ranks that train by themselves and meet every H steps (DiLoCo, Douillard et al. 2023).
+"""Islands: groups of ranks that train independently and synchronize every H steps (DiLoCo, Douillard et al. 2023).
 
     inner    every island does ordinary steps on its own share of each batch, with its own optimizer
     outer    every H steps the islands average how far each has moved from the last common weights, the anchor, and an outer
@@ -6,11 +6,11 @@
 
         delta = anchor - weights;  anchor <- outer optimizer(anchor, mean of deltas);  weights <- anchor
 
-Streaming DiLoCo (Douillard et al. 2025) sends a fragment of the layers at a time, in fewer bits, and lets the islands train on
-for some steps while it is under way; the anchor is then applied late, and what was trained meanwhile is kept on top of it.
+Streaming DiLoCo (Douillard et al. 2025) sends one fragment of the layers at a time, in fewer bits, and lets the islands train
+on for some steps while it is in transfer; the anchor is then applied late, and the training since then is kept on top of it.
 
-The mean goes round as a reduce-scatter and an all-gather: of n elements a rank sends 2 (N - 1) pieces of n / N, whatever they
-are encoded in. Here is the arithmetic of it, which the trainer sends by and the planner counts by.
+The mean is computed by a reduce-scatter and an all-gather: of n elements a rank sends 2 (N - 1) pieces of n / N, in any
+encoding. The arithmetic is here; the trainer sends by it and the planner counts by it.
 """
 
 from __future__ import annotations
@@ -33,51 +33,55 @@ SCALED_TOGETHER = 128
 SCALE_BYTES = 4
 MOST_ISLANDS = 1024
 HIGHEST_RATE = 10.0
-"""Highest learning rate of the outer optimizer; published ones are 0.4 to 1."""
+"""Highest learning rate of the outer optimizer; published values are 0.4 to 1."""
 
 
 @dataclass(frozen=True)
 class Outer:
-    """Outer optimizer: makes the next common weights from the mean of the islands' moves."""
+    """Outer optimizer: computes the next common weights from the mean of the islands' deltas."""
 
     optimizer: Literal["nesterov", "sgd"] = "nesterov"
-    """SGD with Nesterov's momentum, or with plain momentum."""
+    """SGD with Nesterov momentum, or with plain momentum."""
     lr: float = 0.7
-    """Learning rate, constant; 1 with no momentum averages weights. DiLoCo: 0.7."""
+    """Learning rate, constant; 1 without momentum averages weights. DiLoCo: 0.7."""
     momentum: float = 0.9
-    """Momentum over the mean of moves. DiLoCo: 0.9."""
+    """Momentum over the mean of deltas. DiLoCo: 0.9."""
 
 
 @dataclass(frozen=True)
 class Islands:
-    """Groups of ranks that train apart and meet every `every_steps` steps (DiLoCo). `[layout]` is that of one island."""
+    """Groups of ranks that train independently and synchronize every `every_steps` steps (DiLoCo). `[layout]` is that of one
+    island."""
 
     count: int = 1
-    """Islands, each of `[layout]`'s ranks, one island's after the other's; each has a share of every batch. 1: none."""
+    """Number of islands, each with the ranks of `[layout]`, numbered one island after another; each takes a share of every
+    batch. 1: no islands."""
     every_steps: int = 100
     """H: steps between two outer steps."""
     outer: Outer = field(default_factory=Outer)
     fragments: int = 1
-    """Parts of the layers, each with outer steps of its own, spread over the H steps: layer l is in part l mod fragments."""
+    """Fragments into which layers are divided, each with its own outer steps, spread over the H steps: layer l is in fragment l
+    mod fragments."""
     overlap_steps: int = 0
-    """Steps that islands train on while a fragment is under way; its anchor is applied after them. 0: they wait."""
+    """Steps that islands train on while a fragment is in transfer; its anchor is applied after them. 0: they wait."""
     dtype: Wire = "fp32"
-    """In which moves are sent: fp32 (fp64 with layout.precision = "fp64") is exact; what the others round off is added to the
-    next outer step (error feedback)."""
+    """Dtype of the deltas sent: fp32 (fp64 with layout.precision = "fp64") is exact; with the others the rounding error is
+    added to the next outer step (error feedback)."""
     dp: tuple[int, ...] = ()
-    """Degree of data parallelism of each island, where they differ. Shares of a batch, and weights in the outer mean, are in
-    proportion to it; `layout.dp` is that of the island that is planned. Empty: all have `layout.dp`, and equal shares."""
+    """Data-parallel degree of each island, if they differ. Shares of a batch, and weights in the outer mean, are proportional
+    to it; `layout.dp` is that of the island that is planned. Empty: all have `layout.dp`, and equal shares."""
     quorum: int = 0
-    """Least islands that do an outer step: one that has died is left out of it, and takes the state of another when it comes
-    back. Each island is then a command of its own, which `ultrascale train` starts here. 0: all take part, or all end."""
+    """Fewest islands that do an outer step: an island that has failed is left out, and takes the state of another when it
+    returns. Each island is then a command of its own, which `ultrascale train` starts here. 0: all take part, or the run
+    ends."""
     silent_seconds: float = 10.0
     """Time without a sign of life after which a quorum leaves an island out."""
     meet: str = ""
-    """Store in which a quorum agrees on who is there: `file:///FOLDER` that all islands see, or `tcp://HOST:PORT` of
+    """Store through which a quorum agrees on its members: `file:///FOLDER` that all islands can access, or `tcp://HOST:PORT` of
     `python -m ultrascale.islands.store HOST PORT`. Empty: in the run's folder."""
 
     def problems(self) -> Iterator[Problem]:
-        """Every rule that the fields break among themselves."""
+        """Every broken rule among the fields."""
         if self.dp and (len(self.dp) != self.count or min(self.dp) < 1):
             rule = f"must be a degree of 1 or more for each of islands.count = {self.count}, is {[*self.dp]}"
             yield Problem("islands.dp", rule, "Give as many, or leave it out where all have layout.dp.")
@@ -100,48 +104,47 @@ class Islands:
 
     @property
     def uneven_dp(self) -> bool:
-        """True if islands differ in dp, and so in which rank holds what."""
+        """True if islands differ in dp, and so in which rank holds which shard."""
         return len(set(self.dp)) > 1
 
     def degrees(self, dp: int) -> tuple[int, ...]:
-        """Degree of data parallelism of each island. `dp`: of the layout."""
+        """Data-parallel degree of each island. `dp`: of the layout."""
         return self.dp or (dp,) * self.count
 
     def num_senders(self, layout: Layout, *, experts: bool = False) -> int:
-        """Ranks that talk to other islands where islands differ, of those that hold the same part of a weight, data parallelism
-        left aside: as many as the smallest island has."""
+        """Ranks that communicate with other islands where islands differ, among those that hold the same part of a weight apart
+        from data parallelism: as many as the smallest island has."""
         ranks = min(self.dp) * layout.cp
         return ranks * layout.tp // (layout.ep * layout.expert_tp) if experts else ranks
 
     def divisor(self, islands: Iterable[int]) -> int:
-        """Divisor of the sum of these islands' moves in their mean: moves of islands that differ count by their dp."""
+        """Divisor of the sum of these islands' deltas in their mean: if islands differ, deltas are weighted by dp."""
         return sum(self.dp[island] if self.uneven_dp else 1 for island in islands)
 
     @property
     def kept_tensors(self) -> int:
-        """Tensors of each weight's size in the host's memory: anchor, momentum, residual, and two for a fragment in flight."""
+        """Tensors of each weight's size in host memory: anchor, momentum, residual, and two for a fragment in transfer."""
         return 1 + (self.outer.momentum > 0) + (self.dtype != "fp32") + 2 * (self.overlap_steps > 0)
 
     def due(self, steps_done: int, steps: int) -> list[int]:
-        """Fragments whose outer step follows the step that makes `steps_done`; after the last of `steps` all of them."""
+        """Fragments whose outer step follows the step that makes `steps_done`; after the last of `steps`, all fragments."""
         every, parts = self.every_steps, range(self.fragments)
         return [part for part in parts if steps_done == steps or (steps_done + part * every // self.fragments) % every == 0]
 
     def next_outer_step(self, steps_done: int, steps: int) -> int:
-        """The first step after `steps_done` with an outer step; `steps` is one."""
+        """The first step after `steps_done` with an outer step; `steps`, the last, is one."""
         waits = (self.every_steps - (steps_done + p * self.every_steps // self.fragments) % self.every_steps
                  for p in range(self.fragments))  # fmt: skip
         return min(steps_done + min(waits), max(steps, steps_done))
 
     def fragment(self, weight: Weight) -> int:
-        """The fragment of a weight: of blocks every so many layers one, embeddings in the first, final norm and head in the
-        last."""
+        """Fragment of a weight: blocks in turn by layer, embeddings in the first, final norm and head in the last."""
         if weight.layer is not None:
             return weight.layer % self.fragments
         return 0 if weight.name.startswith("embed") else self.fragments - 1
 
     def piece(self, num_elements: int, replicas: int) -> int:
-        """Elements of one of the pieces into which `replicas` ranks of each island cut so many between them and the islands."""
+        """Elements of a piece if `replicas` ranks of each island split this many elements among them and the islands."""
         return piece_of(num_elements, replicas * self.count, self.dtype)
 
     def encoded_bytes(self, piece: int, master_bytes: int) -> int:
@@ -152,20 +155,20 @@ class Islands:
         }[self.dtype]  # fmt: skip
 
     def sent_bytes(self, num_elements: int, replicas: int, master_bytes: int) -> int:
-        """Bytes that a rank sends to other islands in one outer step of `num_elements` that `replicas` ranks of its island hold
-        alike: once to be added up, once as a sum."""
+        """Bytes that a rank sends to other islands in one outer step, of `num_elements` that `replicas` ranks of its island
+        replicate: once for the reduction, once for the result."""
         return 2 * (self.count - 1) * self.encoded_bytes(self.piece(num_elements, replicas), master_bytes)
 
 
 def piece_of(num_elements: int, pieces: int, wire: Wire) -> int:
-    """Elements of one of `pieces` equal pieces that hold so many, whole blocks of a scale in each."""
+    """Elements of one of `pieces` equal pieces of this many elements, rounded up to whole blocks of a scale."""
     piece, together = -(-num_elements // pieces), SCALED_TOGETHER if wire in ("int8", "int4") else 1
     return -(-piece // together) * together
 
 
 def replicas_of(weight: Weight, model: Model, layout: Layout) -> tuple[bool, int]:
-    """Pair: true if a weight is an expert's and other ranks hold it than the weights around it; and its replicas, the ranks of
-    an island that hold the same part of it."""
+    """Pair: true if a weight is an expert's and is held by other ranks than the weights around it; and its replicas, the ranks
+    of an island that hold the same part of it."""
     if weight.is_expert and layout.tp * layout.ep * layout.expert_tp > 1 and model.num_experts:
         return True, layout.expert_dp // layout.expert_shard_size
     return False, layout.group("replicate")[0]

@@ -1,6 +1,6 @@
 """Launch on a cluster: the section `[launch]`, from which `ultrascale launch` writes job scripts.
 
-Nothing of it decides what is computed, so it is no part of a `Run`: neither a checkpoint nor the run's folder has it.
+It does not affect what is computed, so it is not part of a `Run`: neither checkpoints nor the run's folder contain it.
 """
 
 from __future__ import annotations
@@ -28,57 +28,58 @@ _OF_KUBERNETES = {
     "shared_memory": (_SIZE, "a size as Kubernetes has them", 'Write "64Gi".'),
     "path": (r"/[^:\n]*", "an absolute path without ':'", 'Write "/mnt/run".'),
 }  # fmt: skip
-"""Form of a key's value, in a regular expression and in words, and what to do."""
+"""Form of a key's value, as a regular expression and as text, and the remedy."""
 
 
 @dataclass(frozen=True)
 class Slurm:
-    """Options of sbatch, and the container's runtime."""
+    """Options of sbatch, and the container runtime."""
 
     partition: str | None = None
-    """The queue, `sbatch --partition`. None: the cluster's default."""
+    """Partition (queue), `sbatch --partition`. None: the cluster's default."""
     account: str | None = None
-    """Account that is charged, `sbatch --account`."""
+    """Account to charge, `sbatch --account`."""
     qos: str | None = None
     """Quality of service, `sbatch --qos`."""
     reservation: str | None = None
-    """Nodes that are held for somebody, `sbatch --reservation`."""
+    """Reservation, `sbatch --reservation`."""
     constraint: str | None = None
-    """Features that nodes must have."""
+    """Features that nodes must have, `sbatch --constraint`."""
     exclusive: bool = True
-    """Whole nodes: a neighbour's traffic and page cache are in every step."""
+    """Request whole nodes: other jobs on a node slow down every step by their traffic and page cache."""
     requeue: bool = True
-    """Back into the queue when the time is over, a node dies or the job is preempted, until the run is complete."""
+    """Requeue the job when its time limit is reached, a node fails or it is preempted, until the run is complete."""
     container_runtime: Literal["pyxis", "apptainer"] = "pyxis"
     """Runtime of `launch.container`: enroot through pyxis (srun --container-image), or apptainer exec."""
     options: tuple[str, ...] = ()
-    """More lines for `#SBATCH`, such as "--switches=1"."""
+    """Additional `#SBATCH` options, such as "--switches=1"."""
 
 
 @dataclass(frozen=True)
 class Kubernetes:
-    """Objects that the Kubernetes API server makes for a run."""
+    """Kubernetes objects of a run."""
 
     kind: Literal["trainjob", "jobset"] = "trainjob"
-    """A TrainJob with a runtime of its own (Kubeflow Trainer 2), or the JobSet that would come of it."""
+    """A TrainJob with its own runtime (Kubeflow Trainer 2), or the JobSet that it would create."""
     namespace: str = "default"
     """Namespace of the objects."""
     volume: Literal["claim", "store"] = "claim"
-    """Place of the run: a claim that all pods mount, or `checkpoint.store` behind each pod's own disk."""
+    """Storage of the run: a claim that all pods mount, or `checkpoint.store` with a local disk per pod."""
     secret: str | None = None
-    """A Secret whose entries are variables of every pod, such as a store's credentials. None: the pods' own role."""
+    """Secret whose entries become environment variables of every pod, such as a store's credentials. None: the pods' own
+    role."""
     claim: str | None = None
-    """The PersistentVolumeClaim with run, data and folders, which every node mounts (ReadWriteMany). None: one is described."""
+    """PersistentVolumeClaim with the run, data and folders, which every node mounts (ReadWriteMany). None: one is created."""
     size: str = "1Ti"
-    """Size of the PersistentVolumeClaim that is described if `claim` is none."""
+    """Size of the PersistentVolumeClaim that is created if `claim` is not set."""
     path: str = "/mnt/run"
-    """Mount point of the volume, and working folder of the command: paths of the run are relative to it."""
+    """Mount point of the volume, and working directory of the command: paths in the run are relative to it."""
     shared_memory: str = "64Gi"
-    """Most of /dev/shm, through which NCCL and gloo talk inside a node; a container's own is 64 MiB."""
+    """Size limit of /dev/shm, through which NCCL and gloo communicate within a node; a container's default is 64 MiB."""
     queue: str | None = None
-    """Kueue's local queue."""
+    """Local queue of Kueue."""
     network: str | None = None
-    """A resource of network cards that every pod asks for, "rdma/hca=8"."""
+    """Resource of network cards that every pod requests, such as "rdma/hca=8"."""
 
 
 @dataclass(frozen=True)
@@ -86,44 +87,45 @@ class SkyPilot:
     """Resources of a SkyPilot task."""
 
     accelerator: str | None = None
-    """SkyPilot's name, such as H100. None: of `cluster`."""
+    """SkyPilot's name of the accelerator, such as H100. None: derived from `cluster`."""
     infra: str | None = None
-    """aws, gcp/us-central1, k8s, ... None: the cheapest that is enabled."""
+    """Infrastructure: aws, gcp/us-central1, k8s, ... None: the cheapest that is enabled."""
     spot: bool = True
-    """Machines that may be taken away, and are then replaced: the run goes on from its newest checkpoint."""
+    """Spot instances, which may be preempted and are then replaced: the run resumes from its newest checkpoint."""
     bucket: str | None = None
-    """For the folder of a run on one node (several have `checkpoint.store`), s3://NAME or gs://NAME. None: the run's name, made
-    by SkyPilot."""
+    """Bucket for the folder of a run on one node (several nodes use `checkpoint.store`), s3://NAME or gs://NAME. None: one with
+    the run's name, created by SkyPilot."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """Nodes, their time, and what is done on each before the ranks start."""
+    """Nodes, their time limit, and the setup on each before the ranks start."""
 
     nodes: int | None = None
-    """--nodes says it too."""
+    """Number of nodes; `--nodes` overrides it."""
     gpus_per_node: int | None = None
-    """Ranks of a node, one for each GPU (or processes, where device = "cpu"). None: accelerators of a node of `cluster`."""
+    """Ranks per node, one per GPU (or processes, if device = "cpu"). None: the accelerators per node of `cluster`."""
     time_limit: str | None = None
-    """Time limit of one job, with a unit: "24h", "1d12h", "90m". The trainer saves and leaves before. None: the cluster's."""
+    """Time limit of one job, with a unit: "24h", "1d12h", "90m". The trainer saves and exits before it. None: the cluster's
+    default."""
     setup: tuple[str, ...] = ()
-    """Lines of shell that every job begins with: "module load cuda", "source .venv/bin/activate"."""
+    """Shell commands at the start of every job: "module load cuda", "source .venv/bin/activate"."""
     environment: tuple[str, ...] = ()
-    """More variables, "NAME=VALUE", above ours."""
+    """Additional environment variables, "NAME=VALUE"; they override the script's own."""
     container: str | None = None
-    """An image: a name in a registry, or a .sqsh or .sif file."""
+    """Container image: a name in a registry, or a .sqsh or .sif file."""
     mounts: tuple[str, ...] = ()
-    """Folders that the container sees beside the current one."""
+    """Folders to mount in the container in addition to the current one."""
     network_interface: str | None = None
-    """Over which nodes find one another (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME)."""
+    """Network interface for the rendezvous of nodes (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME)."""
     network_cards: str | None = None
-    """InfiniBand or RoCE cards that NCCL may use (NCCL_IB_HCA), such as "mlx5". None: all that it finds."""
+    """InfiniBand or RoCE cards for NCCL (NCCL_IB_HCA), such as "mlx5". None: all that NCCL finds."""
     hosts: tuple[str, ...] = ()
-    """Hosts of `ultrascale launch ssh`, one for each node; the rendezvous is on the first."""
+    """Hosts of `ultrascale launch ssh`, one per node; the rendezvous is on the first."""
     port: int | None = None
-    """Port of the rendezvous on the first node. None: drawn from the job's number or the run's name."""
+    """Port of the rendezvous on the first node. None: derived from the job's number or the run's name."""
     restarts: int = 3
-    """Restarts of the ranks by torchrun inside a job, before the job ends."""
+    """Number of times that torchrun restarts the ranks within a job before the job ends."""
     slurm: Slurm = field(default_factory=Slurm)
     kubernetes: Kubernetes = field(default_factory=Kubernetes)
     skypilot: SkyPilot = field(default_factory=SkyPilot)
@@ -133,7 +135,7 @@ class Launch:
         return None if self.time_limit is None else parse_seconds(self.time_limit)
 
     def problems(self) -> Iterator[Problem]:
-        """Values that no launcher would take."""
+        """Values that no launcher accepts."""
         for key in ("nodes", "gpus_per_node"):
             value = getattr(self, key)
             if value is not None and not 1 <= value <= MOST_NODES:

@@ -1,7 +1,7 @@
 """Experiment trackers: the tables `[log.wandb]`, `[log.mlflow]`, `[log.trackio]` and `[log.tensorboard]` of a run's file.
 
-A table turns its tracker on; `log.sinks`, where it is given too, has the last word. None of them holds a key or a password:
-each tracker reads its own from its own variable or file.
+A table enables its tracker; `log.sinks`, if given, takes precedence. No table contains a key or a password: each tracker reads
+its own from an environment variable or a file.
 """
 
 from __future__ import annotations
@@ -21,74 +21,74 @@ _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 @dataclass(frozen=True)
 class Wandb:
-    """Weights & Biases. Its key: WANDB_API_KEY, or `wandb login`."""
+    """Weights & Biases. API key: WANDB_API_KEY, or `wandb login`."""
 
     project: str = "ultrascale"
-    """Project in which runs are compared."""
+    """Project of the run."""
     entity: str | None = None
-    """User or team that owns the project. None: the key's own."""
+    """User or team that owns the project. None: the default of the API key."""
     group: str | None = None
-    """Runs shown as one, such as seeds of one experiment."""
+    """Group of runs that are shown together, such as seeds of one experiment."""
     tags: tuple[str, ...] = ()
-    """Labels to filter runs by."""
+    """Tags to filter runs by."""
     id: str | None = None
-    """Go on with this tracked run. None: the one that the run's folder began, or a new one."""
+    """Id of a tracked run to resume. None: the one that the run's folder started, or a new one."""
     offline: bool = False
-    """Write to the run's folder; `wandb sync` sends it later."""
+    """Write to the run's folder; `wandb sync` uploads it later."""
     url: str | None = None
-    """A server of one's own (WANDB_BASE_URL). None: wandb.ai."""
+    """URL of a self-hosted server (WANDB_BASE_URL). None: wandb.ai."""
 
 
 @dataclass(frozen=True)
 class Mlflow:
-    """MLflow. Its keys: MLFLOW_TRACKING_TOKEN, or MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD."""
+    """MLflow. Credentials: MLFLOW_TRACKING_TOKEN, or MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD."""
 
     project: str = "ultrascale"
-    """Experiment that runs belong to; it is made if need be."""
+    """Experiment of the run; created if it does not exist."""
     entity: str | None = None
-    """User that the run is filed under (the tag mlflow.user)."""
+    """User of the run (the tag mlflow.user)."""
     group: str | None = None
-    """The tag `group`, to filter runs by."""
+    """Value of the tag `group`, to filter runs by."""
     tags: tuple[str, ...] = ()
-    """Labels: NAME=VALUE, or NAME, which is set to true."""
+    """Tags: NAME=VALUE, or NAME, which is set to true."""
     id: str | None = None
-    """Go on with this run id. None: the one that the run's folder began, or a new one."""
+    """Id of a tracked run to resume. None: the one that the run's folder started, or a new one."""
     offline: bool = False
-    """Write to the run's folder: mlflow.db, or `mlruns` where mlflow-skinny alone is installed."""
+    """Write to the run's folder: mlflow.db, or `mlruns` if only mlflow-skinny is installed."""
     url: str | None = None
-    """Tracking server or database. None: MLFLOW_TRACKING_URI."""
+    """URI of the tracking server or database. None: MLFLOW_TRACKING_URI."""
 
 
 @dataclass(frozen=True)
 class Trackio:
-    """Trackio. Its key, for a space: HF_TOKEN, or `hf auth login`."""
+    """Trackio. Token for a space: HF_TOKEN, or `hf auth login`."""
 
     project: str = "ultrascale"
-    """Dashboard that runs are compared in."""
+    """Dashboard project of the run."""
     entity: str | None = None
-    """Hugging Face space that shows the dashboard, as USER/NAME. None: this machine's own, `trackio show`."""
+    """Hugging Face space of the dashboard, as USER/NAME. None: local, shown by `trackio show`."""
     group: str | None = None
-    """Runs shown as one."""
+    """Group of runs that are shown together."""
     tags: tuple[str, ...] = ()
-    """Labels, in the run's settings."""
+    """Tags, stored in the run's configuration."""
     id: str | None = None
-    """Name of the run in Trackio, to go on with it. None: the one that the run's folder began, or a new one."""
+    """Name of a Trackio run to resume. None: the one that the run's folder started, or a new one."""
     offline: bool = False
     """Write to the run's folder (its TRACKIO_DIR) and to no space."""
 
 
 @dataclass(frozen=True)
 class Tensorboard:
-    """TensorBoard's event files. It has no server and no keys."""
+    """TensorBoard event files. It needs no server and no credentials."""
 
     project: str | None = None
-    """Folder of event files, in which each run gets one of its own. None: `tensorboard` in the run's folder."""
+    """Folder of event files, with a subfolder for each run. None: `tensorboard` in the run's folder."""
     group: str | None = None
-    """A folder between the two."""
+    """Subfolder of `project` for a group of runs."""
     tags: tuple[str, ...] = ()
-    """Labels, in the text beside the curves."""
+    """Tags, shown in the text tab."""
     id: str | None = None
-    """Name of the run's own folder in `project`. None: the one that the run's folder began, or a new one."""
+    """Name of the run's subfolder in `project`. None: the one that the run's folder started, or a new one."""
 
 
 @dataclass(frozen=True)
@@ -98,14 +98,14 @@ class Log:
     every_steps: int = 1
     """Write metrics and the console line after each multiple of this many steps."""
     sinks: tuple[Sink, ...] = ()
-    """Trackers that follow `metrics.jsonl`, each imported only when named here. A table such as [log.wandb] names it too."""
+    """Trackers that follow `metrics.jsonl`, each imported only if named here. A table such as [log.wandb] adds its own."""
     gradient_noise_scale: bool = False
-    """Estimate the critical batch size online (McCandlish et al. 2018). Needs at least two micro-batches or ranks a step."""
+    """Estimate the critical batch size online (McCandlish et al. 2018). Needs at least two micro-batches or ranks per step."""
     memory_steps: int = 4
-    """Measure live memory by category over this many first steps and put it beside the plan. 0: never. On the CPU not with
-    `compile`, which counting would keep from compiling."""
+    """Number of first steps over which live memory by category is measured and compared with the plan. 0: never. Not on the CPU
+    with `compile`, since the measurement would prevent compilation."""
     system_metrics: bool = True
-    """Processor, memory, disk and GPUs of the first rank's machine, to trackers."""
+    """Send CPU, memory, disk and GPU metrics of the first rank's machine to trackers."""
     wandb: Wandb = field(default_factory=Wandb)
     mlflow: Mlflow = field(default_factory=Mlflow)
     trackio: Trackio = field(default_factory=Trackio)
@@ -113,13 +113,13 @@ class Log:
 
 
 def sinks_named(keys: Iterable[str]) -> tuple[Sink, ...]:
-    """Trackers that dotted keys or names of tables speak of: `log.wandb`, `log.wandb.project`."""
+    """Trackers named by dotted keys or by tables: `log.wandb`, `log.wandb.project`."""
     named = {key.split(".")[1] for key in keys if key.startswith("log.")}
     return tuple(sink for sink in SINKS if sink in named)
 
 
 def tracker_problems(log: Log) -> Iterator[Problem]:
-    """Settings that no tracker would take."""
+    """Settings that no tracker accepts."""
     for sink in SINKS:
         settings = getattr(log, sink)
         identity, url = settings.id, getattr(settings, "url", None)
@@ -137,7 +137,7 @@ def tracker_problems(log: Log) -> Iterator[Problem]:
 
 
 def tracker_notes(log: Log) -> list[str]:
-    """Tables that are set and not used."""
+    """Notes on tables that are set but not used."""
     unused = [sink for sink in SINKS if sink not in log.sinks and getattr(log, sink) != _default(sink)]
     return [f"log.{sink} has no effect: log.sinks does not name {sink}." for sink in unused]
 

@@ -1,6 +1,6 @@
 """Memory by category at the peak, on each rank of the pipeline.
 
-Each is replayed (`plan.memory.replay`), whatever the trainer.
+Each is simulated (`plan.memory.replay`), for any framework.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from ultrascale.plan.search.replayed import categories_of
 from ultrascale.plan.time.price import Prediction
 
 MOST_REPLAYED = 16
-"""Most replayed ranks of a pipeline; of a longer one this many, evenly spread."""
+"""Most simulated ranks of a pipeline; of a longer one this many, evenly spaced."""
 
 
 def rank_memories(prediction: Prediction) -> list[tuple[str, dict[str, float]]]:
-    """Name and bytes by category of each replayed rank of the pipeline; empty without a pipeline."""
+    """Name and bytes by category of each simulated rank of the pipeline; empty without a pipeline."""
     if prediction.layout.pp == 1 or prediction.layout.schedule not in SCHEDULES:
         return []
     try:
         return _replayed(prediction)
-    except SpecError:  # a batch that this schedule cannot cut
+    except SpecError:  # a batch that this schedule cannot split
         return []
 
 

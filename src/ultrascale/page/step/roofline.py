@@ -1,9 +1,9 @@
 """The operations of a step on the device's roofline: x is FLOPs per byte of memory traffic, y is FLOP/s.
 
 Seconds are the planner's own (`plan.time.blocks.compute_seconds`, one operation at a time), so that the rows of a rank add up
-to the compute time of its step. Bytes are the minimum that an operation reads and writes in device memory: a matrix product its
-operands and result, attention queries, keys, values and output (flash attention keeps scores on the chip), an element-wise
-operation its tensors. FLOPs of attention count only unmasked pairs. Forward and backward together.
+to the compute time of its step. Bytes are the minimum that an operation reads and writes in device memory: a GEMM its operands
+and result, attention queries, keys, values and output (flash attention keeps scores on the chip), an element-wise operation its
+tensors. FLOPs of attention count only unmasked pairs. Forward and backward together.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ultrascale.plan.workload import Workload
 from ultrascale.work.ops import Op, Shape
 
 PASSES = 3
-"""A matrix product and its two gradients, with equal FLOPs."""
+"""A GEMM and its two gradients, with equal FLOPs."""
 
 
 class OperationCost(NamedTuple):
@@ -57,7 +57,7 @@ def operation_costs(prediction: Prediction) -> list[OperationCost]:
         workload, table, blocks, CONSTANTS, layers=stages.layers, embedding=stages.has_embedding, head=stages.has_head,
         kept=stages.kept_layers,
     )  # fmt: skip
-    row = int(np.where(stages.exists > 0, passes.total, 0.0)[:, 0].argmax())  # the slowest rank, whose step it is
+    row = int(np.where(stages.exists > 0, passes.total, 0.0)[:, 0].argmax())  # the slowest rank, which determines the step
     totals: dict[tuple[str, str], OperationCost] = {}
     for count, ops, is_head in works(workload, blocks, stages, row):
         for op in ops if count else ():
@@ -72,14 +72,14 @@ def operation_costs(prediction: Prediction) -> list[OperationCost]:
 
 
 def peak_flops(prediction: Prediction) -> float:
-    """Peak dense FLOP/s in the dtype of matrix products."""
+    """Peak dense FLOP/s in the dtype of GEMMs."""
     precision = prediction.layout.precision
     dtype = "fp8" if precision in NARROW and "fp8" in prediction.workload.cluster.accelerator.peak_flops else precision
     return prediction.workload.cluster.accelerator.peak_flops_per_second(dtype)
 
 
 def _works_of(workload: Workload, shape: Shape, op: Op, is_head: bool) -> Iterator[OperationCost]:
-    """Matrix product, attention and element-wise part of an operation, those that take time."""
+    """GEMM, attention and element-wise part of an operation, those that take time."""
     for inner in op.inside:
         for work in _works_of(workload, shape, inner, is_head):
             yield OperationCost(work.name, work.kind, *(op.pieces * value for value in work[2:]))

@@ -1,6 +1,6 @@
-"""Communication of a rank in a step, by axis of the layout: messages and bytes as counted by the replay of its step.
+"""Communication of a rank per step, by axis of the layout: messages and bytes as counted by the simulation of its step.
 
-Tests compare these counts, message by message, with what our trainer sends (`ultrascale trace`); so they are shown only for
+Tests compare these counts, message by message, with what the trainer sends (`ultrascale trace`); so they are shown only for
 layouts that it runs, planned for it.
 """
 
@@ -26,12 +26,12 @@ class CommunicationVolume(NamedTuple):
     axis: str
     kind: str
     group: int
-    """Ranks."""
+    """Ranks of the group."""
     over: str
     """`node` or `network`."""
     count: int
     num_bytes: int
-    """Bytes that leave the rank: for an all-gather all but its own part, for a ring all-reduce twice that."""
+    """Bytes that leave the rank: for an all-gather all but its own shard, for a ring all-reduce twice that."""
 
 
 def communication_per_step(run: Run, prediction: Prediction) -> tuple[int, list[CommunicationVolume]]:
@@ -58,6 +58,6 @@ def communication_per_step(run: Run, prediction: Prediction) -> tuple[int, list[
 
 
 def leaving_share(kind: str, ranks: int) -> float:
-    """Fraction of a message's buffer that a rank sends: rings for all but single messages, which already count what leaves (as
-    all over cp do)."""
+    """Fraction of a message's buffer that a rank sends: rings for all but single messages, which already count only what leaves
+    (as do all over cp)."""
     return {"send": 1.0, "all_reduce": 2 * (ranks - 1) / ranks}.get(kind, (ranks - 1) / ranks)

@@ -1,6 +1,6 @@
-"""Costs of a training beyond its steps.
+"""Costs of a training run beyond its steps.
 
-stops      failures of machines: how often, how far saves stand apart, spare nodes, goodput
-storage    what checkpoints take, and how long they are written
-budget     what money or time buys
+stops      failures of machines: rate, interval of saves, spare nodes, goodput
+storage    size of checkpoints, and time to write them
+budget     training that money or time buys
 """

@@ -1,11 +1,11 @@
-"""A budget as an input: what so much money, so many days or the days to a date train on a cluster.
+"""A budget as an input: the training that an amount of money, a number of days or the time to a date buys on a cluster.
 
-    $1M, 250k$           at the list price of the accelerators, all of them busy
-    30d, 30 days, 36h    of the wall clock
-    2027-03-01           until then, from now
+    $1M, 250k$           at the list price of the accelerators, all busy
+    30d, 30 days, 36h    of wall-clock time
+    2027-03-01           from now until then
 
-Tokens are those of the planned run at its planned speed. Beside them stands the dense model for which the same FLOPs are the
-compute-optimal ones, at 20 tokens a parameter (Hoffmann et al. 2022): 6 N x 20 N = FLOPs.
+Tokens are those of the planned run at its planned speed. In addition, the dense model for which the same FLOPs are
+compute-optimal, at 20 tokens per parameter (Hoffmann et al. 2022): 6 N x 20 N = FLOPs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _IN_DAYS = {"d": 1, "w": 7, "m": 30}
 
 @dataclass(frozen=True)
 class Budget:
-    """Budget of a training: seconds of the wall clock, or dollars."""
+    """Budget of a training run: seconds of wall-clock time, or dollars."""
 
     text: str
     seconds: float | None = None
@@ -49,7 +49,7 @@ class Bought:
     seconds: float
     tokens: float
     tokens_per_parameter: float
-    """Over the parameters that one token meets."""
+    """Tokens per parameter that one token activates."""
     optimal_parameters: float
     """Parameters of the dense model that the same FLOPs train with 20 tokens per parameter."""
 
@@ -59,7 +59,7 @@ class Bought:
 
 
 def parse_budget(text: str, *, now: datetime | None = None) -> Budget:
-    """The budget that `text` says. Raises UnitError with what was expected."""
+    """Budget given by `text`. Raises UnitError with the expected form."""
     stripped, now = text.strip(), now or datetime.now()
     if money := _MONEY.fullmatch(stripped):
         try:
@@ -86,7 +86,7 @@ def parse_budget(text: str, *, now: datetime | None = None) -> Budget:
 
 
 def usual_tokens(model: Model) -> tuple[int, str]:
-    """Tokens to train on where nobody says how many, and why: 20 a parameter, of experts for those that one token meets."""
+    """Default number of tokens to train on, and its reason: 20 per parameter, with experts per active parameter."""
     if not model.num_experts:
         return TOKENS_PER_PARAMETER * num_parameters(model), "20 a parameter (Hoffmann et al. 2022)"
     active = num_active_parameters(model)
@@ -95,7 +95,7 @@ def usual_tokens(model: Model) -> tuple[int, str]:
 
 
 def budget_problems(text: str | None) -> list[Problem]:
-    """Problems of the text of `--budget`; none where it is absent or valid."""
+    """Problems of the text of `--budget`; none if it is absent or valid."""
     try:
         if text is not None:
             parse_budget(text)
@@ -105,7 +105,7 @@ def budget_problems(text: str | None) -> list[Problem]:
 
 
 def bought(budget: Budget, prediction: Prediction) -> Bought | None:
-    """Training that the budget buys on the cluster of `prediction`, at its speed; None for dollars where no price is listed."""
+    """Training that the budget buys on the cluster of `prediction`, at its speed; None for dollars if no price is listed."""
     workload, layout = prediction.workload, prediction.layout
     seconds = budget.seconds
     if seconds is None:

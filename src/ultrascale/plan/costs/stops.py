@@ -1,12 +1,12 @@
-"""Cost of failures: mean time between stops, best interval of saves, spare nodes, and the goodput.
+"""Cost of failures: mean time between failures, optimal checkpoint interval, spare nodes, and the goodput.
 
     mean time between stops    M = 1 / (nodes x stops per node-day)
     best interval of saves     T = sqrt(2 C M) (1 + sqrt(C / 2 M) / 3 + C / 18 M) - C     Young 1974; Daly 2006
     goodput                    T / (M exp(R / M) (exp((T + C) / M) - 1))                  Daly 2006, exact for random stops
     spares                     nodes that are being repaired at once: Poisson, of mean stops x repair time
 
-C: what a save stops training for. R: from a stop to the next step. Goodput is the share of the time that ends up in the model;
-stops while starting again or saving count too. All layouts of a cluster stop alike, so that their ranking does not see it.
+C: seconds that a save stops training. R: from a stop to the next step. Goodput is the fraction of the time that contributes to
+the model; stops during restarts or saves count too. All layouts of a cluster stop equally often, so the ranking ignores it.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ if TYPE_CHECKING:
 STOPS_PER_NODE_DAY = 419 / 54 / 2048
 """Unexpected stops of Llama 3 405B: 419 in 54 days on 16,384 GPUs (arXiv 2407.21783, section 3.3.4)."""
 HARDWARE_SHARE = 0.78
-"""Share of those stops that take a node out: confirmed or suspected hardware, the same section."""
+"""Fraction of those stops that take a node out: confirmed or suspected hardware, the same section."""
 REPAIR_SECONDS = 86_400.0
-"""Until such a node is back; assumed."""
+"""Seconds until such a node is back; assumed."""
 RESTART_SECONDS = 600.0
 """Seconds from a crash to the next step: detection, restart, loading; assumed."""
 SAVE_SECONDS = 10.0
-"""Seconds that a save blocks training besides the copy to the host, where the write overlaps later steps; assumed."""
+"""Seconds that a save blocks training in addition to the copy to the host, if the write overlaps later steps; assumed."""
 HOST_BYTES_PER_SECOND = 5e9
-"""Bytes per second that a rank copies from its device to host memory that is not pinned."""
+"""Bytes per second at which a rank copies from its device to unpinned host memory."""
 SPARES_SUFFICE = 0.99
-"""Share of the time in which the spare nodes are enough."""
+"""Fraction of the time in which the spare nodes are enough."""
 DAY = 86_400.0
 
 
 @dataclass(frozen=True)
 class Stops:
-    """Failures of a run, the interval of saves that they call for, spare nodes and goodput."""
+    """Failures of a run, the resulting interval of saves, spare nodes and goodput."""
 
     num_nodes: int
     between_seconds: float
-    """Mean time between two."""
+    """Mean time between two failures."""
     save_seconds: float
     """Seconds that a save blocks training."""
     save_every_seconds: float
     restart_seconds: float
     goodput: float
-    """Share of the time that ends up in the model; the rest goes to saves, steps done again and starting again."""
+    """Fraction of the time that contributes to the model; the rest is spent on saves, repeated steps and restarts."""
     spare_nodes: int
 
     @property
@@ -58,9 +58,9 @@ class Stops:
 
 
 def stops(workload: Workload) -> Stops:
-    """Stops of a run on the workload's cluster. A save takes `save_seconds` where that was measured, else the planned time;
-    with a storage, no save begins before the previous one is written, and a restart reads one. A storage with an interval of
-    its own fixes the interval, and training waits for each write."""
+    """Stops of a run on the workload's cluster. A save takes `save_seconds` if measured, else the planned time; with a storage,
+    no save begins before the previous one is written, and a restart reads one. A storage with its own interval fixes the
+    interval, and training waits for each write."""
     num_nodes, storage = workload.cluster.num_nodes, workload.storage
     between = DAY / (num_nodes * STOPS_PER_NODE_DAY)
     size = checkpoint_bytes(workload)
@@ -69,7 +69,7 @@ def stops(workload: Workload) -> Stops:
     if save is None:
         save = SAVE_SECONDS + size / workload.cluster.num_accelerators / HOST_BYTES_PER_SECOND
     every = max(best_interval(save, between), written)
-    if storage is not None and storage.checkpoint_seconds is not None:  # as asked, and waited for
+    if storage is not None and storage.checkpoint_seconds is not None:  # the requested interval, and training waits
         save, every = written, storage.checkpoint_seconds
     restart = RESTART_SECONDS + written
     spares = spare_nodes(HARDWARE_SHARE * REPAIR_SECONDS / between)
@@ -77,7 +77,7 @@ def stops(workload: Workload) -> Stops:
 
 
 def best_interval(save: float, between: float) -> float:
-    """Seconds of training between two saves of `save` seconds, where stops come every `between` (Daly 2006)."""
+    """Seconds of training between two saves of `save` seconds, if stops come every `between` seconds (Daly 2006)."""
     if save >= 2 * between:
         return between
     share = save / (2 * between)
@@ -85,14 +85,14 @@ def best_interval(save: float, between: float) -> float:
 
 
 def goodput(every: float, save: float, restart: float, between: float) -> float:
-    """Share of the time that is training kept, of saves that take `save` seconds after each `every`."""
-    if (every + save + restart) / between > 700:  # exp's limit: nothing is ever kept
+    """Fraction of the time that is kept training, with saves of `save` seconds after each `every`."""
+    if (every + save + restart) / between > 700:  # the limit of exp: no training is ever kept
         return 0.0
     return every / (between * exp(restart / between) * (exp((every + save) / between) - 1))
 
 
 def spare_nodes(mean: float) -> int:
-    """The fewest that suffice for SPARES_SUFFICE of the time, of `mean` nodes in repair on average."""
+    """Fewest spares that suffice for SPARES_SUFFICE of the time, with `mean` nodes in repair on average."""
     if mean > 500:  # exp(-mean) is 0 for a float above 745, and the normal law is as good
         return round(mean + 2.326 * sqrt(mean) + 0.5)
     count, term = 0, exp(-mean)

@@ -1,10 +1,10 @@
 """Time that storage adds to a step: checkpoints that all ranks wait for, and batches that are not read in time.
 
-    checkpoint   masters, moments and compute copies of all parameters, over what the storage takes, once an interval
-    data         4 bytes a token, read ahead while the step before runs: only what takes longer than the step shows
+    checkpoint   masters, moments and compute copies of all parameters, over the storage's bandwidth, once per interval
+    data         4 bytes per token, read ahead during the previous step: only the excess over the step is exposed
 
-A trainer that copies the state to the host and writes it beside the next steps stops for the copy alone, seconds where this
-says minutes: then leave the interval out.
+A trainer that copies the state to the host and writes it during the next steps stops only for the copy, for seconds where this
+predicts minutes: then omit the interval.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ TOKEN_BYTES = 4
 
 @dataclass(frozen=True)
 class Storage:
-    """Storage that takes checkpoints and supplies batches."""
+    """Storage for checkpoints and batches."""
 
     bytes_per_second: float
     """Bytes per second that all nodes together write or read."""
     checkpoint_seconds: float | None = None
-    """Seconds of training between two checkpoints; None: training waits for none."""
+    """Seconds of training between two checkpoints; None: training never waits for one."""
 
 
 def checkpoint_bytes(workload: Workload) -> float:
@@ -46,5 +46,5 @@ def checkpoint_share(workload: Workload) -> float:
 
 
 def read_seconds(workload: Workload) -> float:
-    """Seconds that reading a batch takes, beside the step before."""
+    """Seconds of reading a batch, during the previous step."""
     return 0.0 if workload.storage is None else workload.tokens_per_step * TOKEN_BYTES / workload.storage.bytes_per_second

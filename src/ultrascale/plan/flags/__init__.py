@@ -1,12 +1,12 @@
-"""A plan as the complete, editable settings of the trainer it was made for, under that trainer's own names.
+"""A plan as the complete, editable settings of the framework it was made for, with that framework's own names.
 
-trainers     what is written for whom, and what a trainer has no setting for; begin here
-written      what is written down, and TOML, YAML and shell of it
+trainers     the writer of each framework, and choices without a setting; begin here
+written      the plan to write, and its TOML, YAML and shell
 ours         [layout] and [batch] of a run's TOML
 megatron     a shell script with Megatron-LM's arguments
 torchtitan   TOML, and a registered function for the releases that have no TOML
 nanotron, llm_foundry, deepspeed  YAML, YAML, JSON
 
-What a plan does not decide (data, tokenizer, learning rate) is in each file too, with a value to change, and marked so. Names
-are those of one release, which the file says; `tests/plan/release_names.toml` has that release's names.
+Values that a plan does not decide (data, tokenizer, learning rate) are in each file too, as placeholders, and marked. Names are
+those of one release, which the file states; `tests/plan/release_names.toml` has that release's names.
 """

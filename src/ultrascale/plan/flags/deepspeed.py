@@ -1,4 +1,4 @@
-"""A plan as DeepSpeed's JSON, and below it Megatron-DeepSpeed's arguments where an axis is theirs."""
+"""A plan as DeepSpeed's JSON, followed by Megatron-DeepSpeed's arguments for axes that are Megatron's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ultrascale.plan.flags.written import TrainerPlan
 
 
 def write(plan: TrainerPlan) -> str:
-    """A ds_config.json of DeepSpeed 0.18.2; JSON has no comments, so that clipping, the user's own, is not marked."""
+    """A ds_config.json for DeepSpeed 0.18.2; JSON has no comments, so that clipping, the user's choice, is not marked."""
     layout = plan.layout
     zero: dict[str, Any] = {"stage": layout.zero_stage, "overlap_comm": True, "contiguous_gradients": True}
     if 1 < layout.shard_size < layout.dp:

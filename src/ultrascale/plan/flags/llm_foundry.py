@@ -51,7 +51,7 @@ def write(plan: TrainerPlan) -> str:
 
 
 def _model(model: Model, sequence: int) -> dict[str, Any]:
-    """Its own MPT of these sizes, on the meta device until FSDP has cut it."""
+    """MPT configuration of these sizes, on the meta device until FSDP has sharded it."""
     grouped = model.num_key_value_heads != model.num_attention_heads
     attention: dict[str, Any] = {"attn_type": "grouped_query_attention" if grouped else "multihead_attention"}
     attention |= {"kv_n_heads": model.num_key_value_heads} if grouped else {}

@@ -1,4 +1,4 @@
-"""A plan as a script that starts Megatron-LM: the model's arguments and the layout's, and those that are the user's."""
+"""A plan as a script that starts Megatron-LM: arguments for model and layout, and those that the user sets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MEGATRON_CP = {"ring": "p2p", "all-gather": "all_gather", "all-to-all": "a2a", "
 
 
 def write(plan: TrainerPlan) -> str:
-    """A bash script. With tensor or context parallelism CUDA takes one queue, so that sends start beside computation."""
+    """A bash script. With tensor or context parallelism CUDA uses one queue, so that sends start beside computation."""
     yours = {
         "train-iters": STEPS, "lr": LEARNING_RATE, "min-lr": LEAST_RATE, "lr-decay-style": "cosine",
         "lr-warmup-iters": STEPS // 10, "weight-decay": 0.1, "adam-beta2": 0.95, "clip-grad": 1.0, "data-path": "DATA_PREFIX",
@@ -76,7 +76,7 @@ def _model(plan: TrainerPlan) -> dict[str, Any]:
 
 
 def _fp8_recipe(layout: Layout) -> str:
-    """Recipe of scales; its default is delayed."""
+    """Recipe of fp8 scales; Megatron's default is delayed."""
     if layout.precision == "mxfp8":
         return "mxfp8"
     return "tensorwise" if layout.precision == "fp8" and layout.fp8_scaling != "delayed" else ""
@@ -124,7 +124,7 @@ def _layout(plan: TrainerPlan) -> dict[str, Any]:
 
 
 def _stages(plan: TrainerPlan) -> dict[str, Any]:
-    """Virtual stages where blocks are cut evenly; else each stage: E embedding, t block, m prediction block, L loss."""
+    """Virtual stages if blocks are split evenly; else each stage: E embedding, t block, m prediction block, L loss."""
     layout, predicted = plan.layout, plan.workload.model.num_nextn_predict_layers
     words: dict[str, Any] = {"mtp-num-layers": predicted or ""}
     if layout.pp == 1:

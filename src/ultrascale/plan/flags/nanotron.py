@@ -65,7 +65,7 @@ def _settings(plan: TrainerPlan) -> dict[str, Any]:
 
 
 def _model(model: Model) -> dict[str, Any]:
-    """Its LlamaConfig; families that it has another class for need that class's own switch."""
+    """Its LlamaConfig; families for which it has another class need that class's own switch."""
     return {
         "is_llama_config": True,
         "hidden_size": model.hidden_size, "intermediate_size": model.intermediate_size,

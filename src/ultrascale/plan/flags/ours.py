@@ -9,7 +9,7 @@ from ultrascale.plan.flags.written import TrainerPlan, toml
 
 
 def write(plan: TrainerPlan) -> str:
-    """[layout] and [batch], without what is usual."""
+    """[layout] and [batch], without defaults."""
     usual = Layout()
     chosen = {f.name: getattr(plan.layout, f.name) for f in fields(Layout)}
     settings = {name: value for name, value in chosen.items() if name == "dp" or value != getattr(usual, name)}

@@ -1,4 +1,4 @@
-"""A plan as torchtitan's settings: TOML up to its 0.2.2, a registered function of Python from 0.3 on."""
+"""A plan as torchtitan's settings: TOML up to 0.2.2, a registered Python function from 0.3 on."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FLAVORS = {
     "deepseek_v3": {(2048, 27): "16B", (5120, 60): "236B", (7168, 61): "671B"},
     "gpt_oss": {(2880, 24): "20b", (2880, 36): "120b"},
 }  # fmt: skip
-"""Sizes that its models are registered with, by hidden size and layers (its models/*/__init__.py; 1B and 3B from 0.3 on)."""
+"""Registered sizes of its models, by hidden size and layers (its models/*/__init__.py; 1B and 3B from 0.3 on)."""
 NO_FLAVOR = "SIZE_TO_REGISTER"
 NOT_IN_PYTHON = ("context_parallel_rotate_method", "expert_tensor_parallel_degree")
 ASSETS = "./assets/hf/TOKENIZER"
@@ -92,7 +92,7 @@ def _call(name: str, kind: str, values: dict[str, Any]) -> list[str]:
 
 
 def _flavor(model: Model) -> tuple[str, str]:
-    """torchtitan's name of the family, and of the size."""
+    """torchtitan's names of the family and the size."""
     if model.latent_attention:
         family = "deepseek_v3"
     elif model.attention_sinks:
@@ -131,7 +131,7 @@ def _sections(plan: TrainerPlan, family: str, flavor: str) -> dict[str, dict[str
         parallelism["pipeline_parallel_first_stage_less_layers"] = 0
         parallelism["pipeline_parallel_last_stage_less_layers"] = 0
     training = {
-        # A pipeline cuts the local batch into micro-batches; without one the trainer accumulates up to the global batch.
+        # A pipeline splits the local batch into micro-batches; without one the trainer accumulates up to the global batch.
         "steps": Yours(STEPS),
         "max_norm": Yours(1.0),
         "dataset": Yours("c4"),

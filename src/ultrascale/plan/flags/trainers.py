@@ -1,4 +1,4 @@
-"""Trainers that plans are written for, and the choices for which they have no setting."""
+"""Frameworks that plans are written for, and the choices for which they have no setting."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ WRITERS: dict[str, Callable[[TrainerPlan], str]] = {
     "torchtitan-python": torchtitan.write_python, "nanotron": nanotron.write, "llm-foundry": llm_foundry.write,
     "deepspeed": deepspeed.write,
 }  # fmt: skip
-"""By a stack file's `writes`."""
+"""Writers by the `writes` of a stack file."""
 
 
 def trainer_flags(workload: Workload, layout: Layout) -> str:
-    """`layout` as the settings of the workload's stack. Raises SpecError if that trainer has no setting for a part of it."""
+    """`layout` as settings of the workload's stack. Raises SpecError if that framework has no setting for a part of it."""
     name = workload.stack.name
     if stack_file(name).writes not in WRITERS:
         available = ", ".join(stack for stack in stack_names() if stack_file(stack).writes in WRITERS)
@@ -34,7 +34,7 @@ def trainer_flags(workload: Workload, layout: Layout) -> str:
 
 
 def cannot_express(workload: Workload, layout: Layout) -> list[Problem]:
-    """Problems of `layout`: one for each choice that the workload's trainer has no setting for."""
+    """Problems of `layout`: one for each choice that the workload's framework has no setting for."""
     can, name = abilities(workload.stack), workload.stack.name
     stages = can.zero_stages_with_pipeline if layout.pp > 1 else can.zero_stages
     checks = [
@@ -67,7 +67,7 @@ def cannot_express(workload: Workload, layout: Layout) -> list[Problem]:
 
 
 def not_searched(stack: Stack, layout: Layout) -> list[Problem]:
-    """Problems of choices that a search takes as given (dtype, optimizer, offload) and `stack` has no setting for."""
+    """Problems of choices that a search takes as given (dtype, optimizer, offload) and that `stack` has no setting for."""
     can, name, problems = abilities(stack), stack.name, []
     if layout.precision not in can.precisions:
         rule = f"{name} trains in {', '.join(can.precisions)}, the plan wants {layout.precision}"
@@ -83,7 +83,7 @@ def not_searched(stack: Stack, layout: Layout) -> list[Problem]:
 
 
 def _uneven_stages(workload: Workload, layout: Layout) -> list[Problem]:
-    """Stages that a number of layers a stage does not make."""
+    """Stages that a fixed number of layers per stage cannot produce."""
     layers, stages = workload.model.num_hidden_layers, layout.num_stages
     if layout.pp == 1 or abilities(workload.stack).cuts(layers, stages):
         return []

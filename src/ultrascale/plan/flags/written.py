@@ -1,4 +1,4 @@
-"""Plans written for a trainer, and the TOML, YAML and shell that they are written in."""
+"""Plans written for a framework, in TOML, YAML and shell."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ UNWRITTEN = (
     "norm_placement", "zero_centered_norm", "scale_embedding", "query_pre_attn_scalar", "rope_scaling", "rope_local_base_freq",
     "sliding_window", "full_attention_interval", "attention_sinks", "qk_norm_whole",
 )  # fmt: skip
-"""Parts of `Model` that no file written here says."""
+"""Parts of `Model` that no file written here contains."""
 YOURS = "yours: not the plan's"
 """Comment beside values that a plan does not decide."""
 STEPS = 1000
@@ -26,7 +26,7 @@ LEARNING_RATE, LEAST_RATE = 3e-4, 3e-5
 
 
 class Yours(NamedTuple):
-    """A value that a plan does not decide, and the trainer wants."""
+    """A value that a plan does not decide, but the framework requires."""
 
     value: Any
 
@@ -40,7 +40,7 @@ class TrainerPlan:
 
     @property
     def accumulation(self) -> int:
-        """Micro-batches of a step on one rank."""
+        """Gradient accumulation: micro-batches per step on one rank."""
         return num_micro_batches(self.layout, self.workload.sequences_per_batch)
 
     @property
@@ -52,8 +52,8 @@ class TrainerPlan:
         return -(-self.layout.world_size // self.ranks_per_node)
 
     def head(self, release: str, start: str, *, is_registered: bool = False) -> list[str]:
-        """Comment lines that open a file: which release reads it, what was planned, how it is started, and which parts of the
-        model no key of the file says, unless the trainer has the model by name (`is_registered`)."""
+        """Comment lines at the top of a file: the release that reads it, the plan, the start command, and the parts of the
+        model without a key in the file, unless the framework has the model by name (`is_registered`)."""
         workload = self.workload
         batch = f"{workload.sequences_per_batch:,} sequences of {workload.sequence_length:,} tokens a step"
         return [
@@ -64,7 +64,7 @@ class TrainerPlan:
 
 
 def _unwritten_fields(model: Model) -> list[str]:
-    """Comment on the parts of a model that trainers' files have no key for."""
+    """Comment on the parts of a model without a key in frameworks' files."""
     defaults = {field.name: field.default for field in fields(Model)}
     unsaid = [f"{part} = {getattr(model, part)}" for part in UNWRITTEN if getattr(model, part) != defaults[part]]
     if model.gated_mlp and model.activation != "silu":
@@ -94,19 +94,19 @@ def yaml(values: Mapping[str, Any], indent: str = "") -> str:
         else:
             scalar = plain(value)
             text = json.dumps(scalar) if scalar is None or isinstance(scalar, bool) else scalar
-            text = re.sub(r"^(-?\d+)e", r"\1.0e", str(text))  # YAML takes 1e-05 for text
+            text = re.sub(r"^(-?\d+)e", r"\1.0e", str(text))  # YAML reads 1e-05 as text
             lines.append(f"{indent}{name}: {text}{_mark(value)}")
     return "\n".join(lines)
 
 
 def shell_array(name: str, words: Mapping[str, Any]) -> list[str]:
-    """Lines of a bash array of arguments. True is an argument without a value; what is empty or false is left out."""
+    """Lines of a bash array of arguments. True is an argument without a value; empty or false values are omitted."""
     arguments = [f"  --{key}" if value is True else f"  --{key} {value}" for key, value in words.items() if value]
     return [f"{name}=(", *arguments, ")"]
 
 
 def plain(value: Any) -> Any:
-    """The value, whoever decides it."""
+    """The plain value, whether the plan or the user decides it."""
     return value.value if isinstance(value, Yours) else value
 
 

@@ -4,12 +4,12 @@
     across nodes        the cheapest of the algorithms and protocols that NCCL has (`plan.laws.nccl`), each limited by NVLink
                         and by the group's share of the node's cards (`plan.laws.network`)
 
-A group on several nodes never takes less than as many ranks inside one would. Nothing is hidden here: `plan.time.passes` and
-`plan.time.data_traffic` say what compute can run beside. The alternative, one bandwidth per axis and 35 us per rank as SimuMax
-has it, is 4 to 10 times too slow where latency counts (8 GPUs on each of 8 nodes and more).
+A group on several nodes never takes less than as many ranks inside one node would. Overlap is not considered here:
+`plan.time.passes` and `plan.time.data_traffic` decide what runs beside computation. The alternative, one bandwidth per axis and
+35 us per rank as in SimuMax, is 4 to 10 times too slow where latency counts (8 GPUs on each of 8 nodes and more).
 
-Scalars take microseconds and columns of 100,000 milliseconds: everything that depends on a group's shape is worked out once per
-distinct (size, stride) and kept; the message is one line of arithmetic.
+Scalars take microseconds and columns of 100,000 milliseconds: everything that depends on a group's shape is computed once per
+distinct (size, stride) and cached; the message is one line of arithmetic.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _INFINITE = Line("", "", float("inf"), 0.0, 0.0)
 
 MOST_FABRICS = 256
 FEW = 12
-"""Up to so many groups are priced one by one."""
+"""Number of groups up to which they are priced one by one."""
 
 
 def collective_seconds(
@@ -43,12 +43,12 @@ def collective_seconds(
     size: ArrayLike,
     stride: ArrayLike,
 ) -> Floats:
-    """Seconds of one collective of every group of an axis, all of which run at once. Arguments broadcast.
+    """Seconds of one collective of every group of an axis, with all groups running at once. Arguments broadcast.
 
     `kind`: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, or send (every rank to its neighbour in the group).
-    `num_bytes`: the whole gathered or reduced buffer; for all_to_all what one rank sends in total, for send one message.
-    `size`, `stride`: ranks of a group and how far apart they are. A group of one and a message of nothing take no time.
-    Raises SpecError if the cluster has no link the group needs.
+    `num_bytes`: the whole all-gathered or reduced buffer; for all_to_all the bytes that one rank sends in total, for send one
+    message. `size`, `stride`: number of ranks in a group, and their distance. A group of one and an empty message take no time.
+    Raises SpecError if the cluster has no link that the group needs.
     """
     assert kind in KINDS, kind
     if isinstance(size, int) and isinstance(stride, int) and isinstance(num_bytes, int | float):
@@ -59,7 +59,7 @@ def collective_seconds(
         seconds = [_seconds_and_line(cluster, kind, n, ranks, apart)[0] for n in widths.ravel().tolist()]
         return np.array(seconds, dtype=np.float64).reshape(widths.shape)
     every = np.broadcast(widths, sizes, strides)
-    if every.size <= FEW:  # NumPy's fixed costs would be most of it
+    if every.size <= FEW:  # NumPy's fixed costs would dominate
         seconds = [_seconds_and_line(cluster, kind, float(n), int(of), int(apart))[0] for n, of, apart in every]
         return np.array(seconds, dtype=np.float64).reshape(every.shape)
     sizes, strides = np.broadcast_arrays(sizes, strides)
@@ -72,10 +72,11 @@ def collective_seconds(
 
 
 def send_seconds(cluster: Cluster, num_bytes: ArrayLike, *, stride: ArrayLike, size: ArrayLike = 2) -> Floats:
-    """Seconds of a message to the neighbour `stride` ranks on, while all others of a node send theirs; arguments broadcast.
+    """Seconds of a message to the neighbour `stride` ranks away, while all other ranks of a node send theirs; arguments
+    broadcast.
 
-    `size`: length of the chain of neighbours; one hop of it that leaves the node makes all of it as slow as that.
-    Raises SpecError as `collective_seconds`.
+    `size`: length of the chain of neighbours; a single hop that leaves the node determines the time of the chain. Raises
+    SpecError as `collective_seconds`.
     """
     return collective_seconds(cluster, "send", num_bytes, size=size, stride=stride)
 
@@ -105,7 +106,7 @@ def explain_collective(cluster: Cluster, kind: str, num_bytes: float, *, size: i
 
 
 def bus_bytes(kind: str, num_bytes: ArrayLike, size: ArrayLike) -> Any:
-    """Bytes a rank must send whatever the algorithm: over seconds, the "bus bandwidth" that nccl-tests prints."""
+    """Bytes that a rank must send with any algorithm: over seconds, the "bus bandwidth" of nccl-tests."""
     n = np.asarray(size)
     passes = {"all_reduce": 2 * (n - 1) / n, "broadcast": 1.0, "send": 1.0}.get(kind, (n - 1) / n)
     return np.asarray(num_bytes) * passes
@@ -115,7 +116,8 @@ _fabrics: dict[int, tuple[Cluster, Fabric]] = {}
 
 
 def _fabric_of(cluster: Cluster) -> Fabric:
-    """`fabric_of`, kept: clusters hold dictionaries and cannot be hashed, so identity is the key, unique while kept."""
+    """`fabric_of`, cached: clusters hold dictionaries and cannot be hashed, so identity is the key, unique while the cluster is
+    kept."""
     cached = _fabrics.get(id(cluster))
     if cached is None:
         if len(_fabrics) >= MOST_FABRICS:
@@ -136,7 +138,7 @@ def _seconds_and_line(cluster: Cluster, kind: str, num_bytes: float, size: int, 
 def _lines(
     fabric: Fabric, kind: str, size: int, stride: int
 ) -> tuple[tuple[Line, ...], Line]:  # fmt: skip
-    """Lines of the algorithms that NCCL chooses from, and the line below which no group of so many ranks falls."""
+    """Lines of the algorithms that NCCL chooses from, and the lower bound for a group of this many ranks."""
     if size <= 1:
         return (_FREE,), _FREE
     where = place(fabric, size, stride)
@@ -147,7 +149,7 @@ def _lines(
 
 
 def _distinct(sizes: Counts, strides: Counts) -> tuple[list[tuple[int, int]], Counts]:
-    """The distinct pairs, and for every row which it is. Counting, not sorting: tables are long and pairs few."""
+    """The distinct pairs, and the index of each row's pair. Counts instead of sorting: tables are long and pairs few."""
     some_sizes, size_codes = _codes(sizes)
     some_strides, stride_codes = _codes(strides)
     both, codes = _codes(size_codes * len(some_strides) + stride_codes)
@@ -156,14 +158,14 @@ def _distinct(sizes: Counts, strides: Counts) -> tuple[list[tuple[int, int]], Co
 
 
 def _codes(values: Counts) -> tuple[Counts, Counts]:
-    """Distinct values in order, and the place of each row's among them."""
+    """Distinct values in order, and the index of each row's value among them."""
     present = np.zeros(int(values.max(initial=0)) + 1, dtype=bool)
     present[values] = True
     return np.flatnonzero(present), (np.cumsum(present) - 1)[values]
 
 
 def _evaluate(groups: list[tuple[tuple[Line, ...], Line]], row_group: Counts, num_bytes: Floats) -> Floats:
-    """The cheapest line of each row's group, not below its floor."""
+    """The cheapest line of each row's group, at least its lower bound."""
     roots = np.sqrt(num_bytes)
 
     def seconds(of_each: list[Line]) -> Floats:

@@ -1,8 +1,8 @@
-"""Cost of work on a device: seconds of matrix products, attention and element-wise kernels.
+"""Time of computation on a device: seconds of GEMMs, attention and element-wise kernels.
 
 The laws are in `plan.laws.curves`, their constants fitted to measurements (`plan/laws/computing.toml`), errors in
 docs/compute-model.md. They are times of kernels alone in a hot loop; training is slower (cold caches, shared power): callers
-multiply, or pass `derate`. Plain floats; a price that was asked before costs 0.3 microseconds, a new one 2 to 3.
+multiply, or pass `derate`. Plain floats; a cached price costs 0.3 microseconds, a new one 2 to 3.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from ultrascale.plan.laws.curves import (
 Kind = Literal["forward", "input-gradient", "weight-gradient"]
 Kernel = Literal["flash", "cudnn", "flash-2"]
 EXPOSED_OUTPUT = 0.6
-"""Part of the time of writing wide gradients that does not hide behind the product that makes them: between A100's and B200's
-in SimuMax's measurements of products that add to fp32 gradients (0.5 and 0.75; benchmarks/plan/fit_compute.py prints what it
-leaves)."""
+"""Fraction of the time of writing wide gradients that does not overlap with the GEMM that computes them: between A100's and
+B200's in SimuMax's measurements of GEMMs that accumulate into fp32 gradients (0.5 and 0.75; benchmarks/plan/fit_compute.py
+prints the residuals)."""
 
 _curves: dict[tuple[int, str, str], tuple[Accelerator, Any]] = {}
 MAX_CURVES = 256
-"""Devices times dtypes that are kept; a calibration loop makes new devices all the time."""
+"""Most pairs of device and dtype that are cached; a calibration loop creates new devices all the time."""
 
 
 def matmul_seconds(
@@ -51,11 +51,11 @@ def matmul_seconds(
     derate: float = 1.0,
     casts: bool = True,
 ) -> float:
-    """Seconds of the product [m, k] x [k, n], or of one of its two gradients; m, n, k are always the forward product's.
+    """Seconds of the GEMM [m, k] x [k, n], or of one of its two gradients; m, n, k are always those of the forward GEMM.
 
-    `count`: that many equal products in one grouped launch (experts). `dtype`: `bf16 fp16 fp32 tf32 fp64`, and `fp8 mxfp8
-    nvfp4`, with the cast of the left operand unless `casts` is false, where it is a kernel that several products share and the
-    caller prices. `output_bytes`: memory traffic per element of a weight gradient, 2: written in bf16, 8: added to an fp32
+    `count`: number of equal GEMMs in one grouped launch (experts). `dtype`: `bf16 fp16 fp32 tf32 fp64`, and `fp8 mxfp8 nvfp4`,
+    with the cast of the left operand unless `casts` is false: then it is a kernel that several GEMMs share, and the caller
+    prices it. `output_bytes`: memory traffic per element of a weight gradient, 2: written in bf16, 8: accumulated into an fp32
     sum. `derate` multiplies the time. Raises SpecError if the device's peak is unknown.
     """
     curve = _matmul_curve(accelerator, dtype) if casts else _castless_curve(accelerator, dtype)
@@ -80,9 +80,9 @@ def attention_seconds(
 ) -> float:
     """Seconds of one fused attention on one rank, over all its heads.
 
-    `share`: part of the square of queries and keys that is seen (causal: a half). `kernel`: `flash`, the best for the device
-    (FlashAttention-2 on Ampere, 3 on Hopper, 4 or cuDNN on Blackwell), `cudnn`, or `flash-2` also on Hopper, as PyTorch's own
-    is. Raises SpecError if the device's peak is unknown.
+    `share`: fraction of the square of queries and keys that is attended to (causal: a half). `kernel`: `flash`, the best for
+    the device (FlashAttention-2 on Ampere, 3 on Hopper, 4 or cuDNN on Blackwell), `cudnn`, or `flash-2` also on Hopper, as
+    PyTorch's own is. Raises SpecError if the device's peak is unknown.
     """
     curve = _attention_curve(accelerator, dtype, kernel, "backward" if backward else "forward")
     item = devices.DTYPE_BYTES[dtype]
@@ -92,8 +92,7 @@ def attention_seconds(
 
 
 def elementwise_seconds(accelerator: Accelerator, num_bytes: Any, *, num_kernels: int = 1, derate: float = 1.0) -> Any:
-    """Seconds of `num_kernels` kernels that together read and write `num_bytes`: a floor for each, then the memory's
-    bandwidth.
+    """Seconds of `num_kernels` kernels that together read and write `num_bytes`: a minimum for each, then the memory bandwidth.
 
     `num_bytes`: a number, or an array of them. Raises SpecError if the device's peak is unknown.
     """
@@ -111,14 +110,14 @@ def columns_seconds(accelerator: Accelerator, num_bytes: float) -> float:
 def optimizer_seconds(accelerator: Accelerator, num_bytes: Any) -> Any:
     """Seconds of an optimizer update that reads and writes `num_bytes` in multi-tensor kernels, which run as fast as copies.
 
-    `num_bytes`: a number, or an array of them. How many bytes an update moves is the caller's: it depends on the trainer.
+    `num_bytes`: a number, or an array of them; the caller computes it, since it depends on the framework.
     """
     return elementwise_seconds(accelerator, num_bytes)
 
 
 @lru_cache(maxsize=1 << 17)
 def direction_seconds(curve: MatmulCurve, m: float, n: float, k: float, count: float, kind: Kind, output_bytes: float) -> float:
-    """Seconds of a product or of one of its gradients under one curve."""
+    """Seconds of a GEMM or of one of its gradients under one curve."""
     if min(m, n, k, count) <= 0:
         return 0.0
     work = alignment_work(curve, n, k)

@@ -1,13 +1,13 @@
-"""The laws behind the prices of computing: how long a matrix product or an attention kernel runs on one device.
+"""The laws behind the prices of computation: the time of a GEMM or an attention kernel on one device.
 
-A matrix product of [m, k] by [k, n], `count` of them in one launch:
+A GEMM of [m, k] by [k, n], `count` of them in one launch:
 
     w      = count m n / (128 x 128 x multiprocessors)             waves of output tiles, rows padded in part
     useful = w (k + ramp)                                          `ramp`: a tile's prologue and epilogue, in steps of k
     idle   = (partial_wave (ceil(w) - w) + fill) h(k)              processors without a tile; split-k shares long sums: h bends
     t_c    = (useful + idle) x tile FLOPs / (peak x efficiency)    more for very large ones: the chip's power limit
     t_m    = bytes of operands and result / (bandwidth x bandwidth_efficiency)
-    t      = launch + (t_c^p + t_m^p)^(1/p) + cast                 roofline, round corner; cast: fp8 operands are made
+    t      = launch + (t_c^p + t_m^p)^(1/p) + cast                 roofline, round corner; cast: quantizing fp8 operands
 
 Attention (flash kernels: a processor takes 128 queries of a head and walks the keys):
 
@@ -15,12 +15,11 @@ Attention (flash kernels: a processor takes 128 queries of a head and walks the 
     t_c    = max(longest, tiles mean / multiprocessors + tail longest) x FLOPs of a key / (peak x efficiency(head_dim))
     t      = launch + max(t_c, bytes / bandwidth)
 
-A product whose n or k is not a multiple of 16 bytes is read in narrower words, which slows t_c by `unaligned`; flash kernels
-are compiled for multiples of `head_dim_step` and compute the padding of other head dims.
+A GEMM whose n or k is not a multiple of 16 bytes is read in narrower words, which slows t_c by `unaligned`; flash kernels are
+compiled for multiples of `head_dim_step` and compute the padding of other head dims.
 
-`tail` is the wait for the last, longest tile: with few heads per device it is most of the time, which is what tensor
-parallelism pays for. Every term grows with every size, so a larger product that is aligned no
-better is never cheaper. Efficiencies stay below 1: no
+`tail` is the wait for the last, longest tile: with few heads per device it is most of the time, a cost of tensor parallelism.
+Every term grows with every size, so a larger GEMM with no better alignment is never cheaper. Efficiencies stay below 1: no
 price is below the roofline. The constants are fitted by `benchmarks/plan/fit_compute.py` (`plan/laws/computing.toml`); errors:
 docs/compute-model.md. The laws take floats, or NumPy arrays with `ceil=numpy.ceil` and so on.
 """
@@ -33,15 +32,16 @@ from dataclasses import dataclass
 from typing import Any
 
 TILE = 128
-"""Rows and columns of an output tile, and queries of an attention tile: what the kernels of all these devices are near."""
+"""Rows and columns of an output tile, and queries of an attention tile: close to the kernels of all these devices."""
 FLASH_LAUNCH_SECONDS = 5e-6
-"""An attention kernel's launch and prologue. Below what the published tables resolve; near the product tables' own 2 to 4."""
+"""Launch and prologue of an attention kernel. Below the resolution of the published tables; close to the GEMM tables' own 2 to
+4."""
 STREAM_EFFICIENCY = 0.85
-"""Share of the memory bandwidth that an attention kernel reaches when it is bound by it (H200: 2.1 to 4.1 TB/s of 4.8)."""
+"""Fraction of the memory bandwidth that a bandwidth-bound attention kernel reaches (H200: 2.1 to 4.1 TB/s of 4.8)."""
 BACKWARD_WORK = 2.5
-"""FLOPs of the backward pass over the forward pass: five products instead of two (FlashAttention-2, section 4.1)."""
+"""FLOPs of the backward pass over the forward pass: five GEMMs instead of two (FlashAttention-2, section 4.1)."""
 ALIGNED_BYTES = 16
-"""Bytes that a thread loads at once, and whose multiples Hopper's copy engine asks for: such rows run at full speed."""
+"""Bytes that a thread loads at once; Hopper's copy engine requires multiples of them: such rows run at full speed."""
 HEAD_DIMS = (64.0, 128.0, 160.0, 256.0)
 """Head dims at which `AttentionCurve.efficiency` is given: mean of query and value head dim (DeepSeek: 160); log-linear
 between."""
@@ -52,29 +52,29 @@ class MatmulCurve:
     """Constants of one device and dtype. Compared by identity, so that caches are fast."""
 
     efficiency: float
-    """Share of the peak of endless products, before the power limit."""
+    """Fraction of the peak of unboundedly large GEMMs, before the power limit."""
     launch_seconds: float
     bandwidth_efficiency: float
     ramp: float
-    """Steps of k that a tile's prologue and epilogue cost."""
+    """Cost of a tile's prologue and epilogue, in steps of k."""
     fill: float
     """Waves lost to start and end."""
     split: float
-    """Length of k from which split-k shares what idles."""
+    """Length of k from which split-k shares idle processors."""
     partial_wave: float
-    """Share of the last wave's empty places that is lost, 0 to 1."""
+    """Fraction of the last wave's empty slots that is lost, 0 to 1."""
     padding: float
-    """Share of the padding of m and n to whole tiles that is computed, 0 to 1."""
+    """Fraction of the padding of m and n to whole tiles that is computed, 0 to 1."""
     sharpness: float
     """Exponent of the roofline's corner, at least 1 (a sum)."""
     power_flops: float
-    """FLOPs at which half of the power limit's cost is felt."""
+    """FLOPs at which half of the power limit's cost applies."""
     power: float
-    """Share of time that the power limit adds to very large products."""
+    """Fraction of time that the power limit adds to very large GEMMs."""
     cast_efficiency: float = 0.0
-    """Share of the bandwidth at which the left operand is read in bf16 and written in fp8. 0: no cast."""
+    """Fraction of the bandwidth at which the left operand is read in bf16 and written in fp8. 0: no cast."""
     unaligned: float = 1.0
-    """Time over that of an aligned product, where n or k is not a multiple of `ALIGNED_BYTES`."""
+    """Time relative to an aligned GEMM, if n or k is not a multiple of `ALIGNED_BYTES`."""
     operand_bytes: int = 2
     result_bytes: int = 2
     multiprocessors: int = 1
@@ -87,30 +87,30 @@ class AttentionCurve:
     """Constants of one device, kernel and direction."""
 
     efficiency: tuple[float, float, float, float]
-    """Share of the peak at HEAD_DIMS."""
+    """Fraction of the peak at HEAD_DIMS."""
     ramp: float
-    """Keys that a tile's prologue and epilogue cost."""
+    """Cost of a tile's prologue and epilogue, in keys."""
     tail: float
     """Longest tiles that the end of the kernel waits for."""
     edge: float
     """Keys that are computed and masked at each end of a tile's row of scores."""
     head_dim_step: int = 1
-    """Head dims the kernels are compiled for are multiples of it."""
+    """Head dims that the kernels are compiled for are multiples of it."""
     multiprocessors: int = 1
     peak_flops: float = 1.0
     bytes_per_second: float = math.inf
 
 
 def steady(value: Any) -> Any:
-    """`value`, a number or an array, to 41 of its 53 bits. Powers and logarithms differ in the last bit between C libraries,
-    and so would a plan in a browser from the same plan here."""
+    """`value`, a number or an array, rounded to 41 of its 53 bits. Powers and logarithms differ in the last bit between C
+    libraries, and so would a plan in a browser from the same plan here."""
     high = value * (2.0**12 + 1)
     return high - (high - value)
 
 
 def alignment_work(curve: MatmulCurve, n: Any, k: Any) -> Any:
-    """Factor on a product's work for the lengths of its rows: 1 where they are multiples of `ALIGNED_BYTES`. Rows are n or k
-    long in the forward product and both gradients; m, the tokens, is the length of none."""
+    """Factor on a GEMM's work for the lengths of its rows: 1 if they are multiples of `ALIGNED_BYTES`. Rows have length n or k
+    in the forward GEMM and both gradients; m, the number of tokens, is never a row length."""
     multiple = ALIGNED_BYTES // curve.operand_bytes
     return 1 + (curve.unaligned - 1) * ((n % multiple != 0) | (k % multiple != 0))
 
@@ -118,7 +118,7 @@ def alignment_work(curve: MatmulCurve, n: Any, k: Any) -> Any:
 def matmul_law(
     curve: MatmulCurve, m: Any, n: Any, k: Any, count: Any = 1, ceil: Callable[[Any], Any] = math.ceil, work: Any = 1
 ) -> Any:
-    """Seconds of `count` products [m, k] x [k, n] in one launch; see the head of this file. `work`: `alignment_work`."""
+    """Seconds of `count` GEMMs [m, k] x [k, n] in one launch; see the head of this file. `work`: `alignment_work`."""
     rows, columns = ceil(m / TILE), ceil(n / TILE)
     padded_m = m + curve.padding * (rows * TILE - m)
     padded_n = n + curve.padding * (columns * TILE - n)
@@ -150,8 +150,8 @@ def attention_law(
 ) -> Any:
     """Seconds of one attention kernel.
 
-    `tiles`: heads times blocks of 128 queries; `share`: part of the square of scores that is seen; `head_dims`: of queries
-    and values together; `num_bytes` moved at least; `work`: 1 forward, `BACKWARD_WORK` backward.
+    `tiles`: heads times blocks of 128 queries; `share`: fraction of the square of scores that is attended to; `head_dims`: of
+    queries and values together; `num_bytes` moved at least; `work`: 1 forward, `BACKWARD_WORK` backward.
     """
     masked = (1 - share) * min(2 * curve.edge, keys)
     longest = min(keys, 2 * share * keys + masked) + curve.ramp
@@ -162,12 +162,12 @@ def attention_law(
 
 
 def kernel_head_dim(curve: AttentionCurve, head_dim: float) -> float:
-    """The head dim a kernel computes with: the next it was compiled for."""
+    """The head dim that a kernel computes with: the next one that it was compiled for."""
     return curve.head_dim_step * math.ceil(head_dim / curve.head_dim_step)
 
 
 def attention_efficiency(curve: AttentionCurve, head_dim: float) -> float:
-    """Share of the peak at a mean head dim: log-linear between HEAD_DIMS, constant outside."""
+    """Fraction of the peak at a mean head dim: log-linear between HEAD_DIMS, constant outside."""
     values = curve.efficiency
     if head_dim <= HEAD_DIMS[0]:
         return values[0]

@@ -1,11 +1,11 @@
 """Fitted curve of each device, scaled by the device's own peaks, bandwidth and processors.
 
-Five devices have measured tables of products, three families tables of attention. Every other one borrows the law of a
-relative: its own peaks, memory bandwidth and number of processors, the relative's shares of them. Where
+Five devices have measured tables of GEMMs, three families have tables of attention. Every other device uses the law of a
+relative with its own peaks, memory bandwidth and number of processors, and the relative's fractions of them. If
 `Accelerator.matmul_fraction` differs from the relative's, efficiencies are scaled by that ratio (MI300X: 0.51 of its peak at
 best, where its relative reaches more).
 
-How many processors (streaming multiprocessors, compute units) a device has: vendors' architecture white papers.
+Numbers of processors (streaming multiprocessors, compute units) are from vendors' architecture white papers.
 """
 
 from __future__ import annotations
@@ -39,58 +39,57 @@ RELATIVES = {
     "b300": "b200", "gb300": "gb200",  # bf16 as Blackwell: 1769 TFLOP/s best shape, B200 1745 (ml-engineering, 2025)
     "v100": "a100-80", "v100-16": "a100-80", "v100-32": "a100-80", "mi300x": "a100-80", "mi325x": "a100-80",
     "mi350x": "b200", "mi355x": "b200",
-    # Their tensor cores take Ampere's instructions (sm_86, 89 and 120 have none of Hopper's wgmma, nor of Blackwell's tcgen05).
+    # Their tensor cores use Ampere's instructions (sm_86, 89 and 120 have neither Hopper's wgmma nor Blackwell's tcgen05).
     **dict.fromkeys(
         ("l40s", "l4", "a10g", "a6000", "rtx-6000-ada", "rtx-3090", "rtx-4090", "rtx-5090", "mi250x", "a100-pcie"), "a100-80"
     ),
 }  # fmt: skip
-"""Fitted relative whose law a device without a table takes. For devices not listed: the fitted device of the nearest bf16
+"""Fitted relative whose law a device without a table uses. Devices not listed use the fitted device of the nearest bf16
 peak."""
 SAME_CHIP = ("h100-96", "h100-pcie", "h100-nvl", "b300", "gb300")
-"""Devices that are the chip of their relative with another power limit, which large products reach."""
+"""Devices with the chip of their relative and another power limit, which large GEMMs reach."""
 FP8_ATTENTION = {"a100": (1.0, 1.0), "hopper": (1.5, 1.0), "blackwell": (1.4, 1.4)}
-"""Speed of fp8 attention over bf16, forward and backward. cudnn-frontend's benchmark 2026-09, 4k to 32k, medians: H200
-forward 1.5, backward slower than bf16 (taken as 1: nobody would use it); GB200 1.36 and 1.33 at head dim 128, 1.5 and 1.7 at
-192."""
+"""Speed of fp8 attention over bf16, forward and backward. cudnn-frontend's benchmark 2026-09, 4k to 32k, medians: H200 forward
+1.5, backward slower than bf16 (taken as 1: it would not be used); GB200 1.36 and 1.33 at head dim 128, 1.5 and 1.7 at 192."""
 UNALIGNED = 1.4
-"""Time of a product whose rows are not multiples of 16 bytes, over an aligned one's. RTX 4090: 156 TFLOP/s aligned, 107 to 116
+"""Time of a GEMM whose rows are not multiples of 16 bytes, over an aligned one's. RTX 4090: 156 TFLOP/s aligned, 107 to 116
 with odd sizes (pytorch issue 181718, 2026). A100: 132 with k = 128, 86 with 140, of which tiles of k are 1.14 (issue 83272,
-2022). H100: 509 with k = 2501 where its law has some 690 (float8_experimental pull request 145, 2024). Without cuBLAS 11 there
-would be no tensor cores at all (NVIDIA, Matrix Multiplication Background, 2.2). CPUs' vector loads need no alignment."""
+2022). H100: 509 with k = 2501 where its law has some 690 (float8_experimental pull request 145, 2024). Without cuBLAS 11 tensor
+cores would not be used at all (NVIDIA, Matrix Multiplication Background, 2.2). CPUs' vector loads need no alignment."""
 NVFP4_OVER_FP8 = 0.6
-"""Time of products in NVFP4 over FP8, as Megatron-Bridge's tables have both for one layout (GB200, GB300; 2026). MXFP8's is
-FP8's, whose tensor cores it has."""
+"""Time of GEMMs in NVFP4 over FP8, from Megatron-Bridge's tables with both for one layout (GB200, GB300; 2026). MXFP8 equals
+FP8, whose tensor cores it uses."""
 HEAD_DIM_STEP = 32
 """Multiple to which flash kernels round head dims (FlashAttention-2: `head_size_rounded` in its flash_api.cpp)."""
 MEASURED_EFFICIENCY = 0.95
-"""Efficiency on a device whose peak is itself a measured product, as the CPU's: other shapes come close to it."""
+"""Efficiency on a device whose peak is itself a measured GEMM, such as the CPU: other shapes come close to it."""
 CPU_LAUNCH_SECONDS = 2e-5
 """PyTorch's dispatch and thread wake-up for a small operation on a CPU; assumed."""
 
 
 class Stream(NamedTuple):
-    """Element-wise work on one device."""
+    """Element-wise operations on one device."""
 
     launch_seconds: float
     bytes_per_second: float
-    """Achieved by large copies."""
+    """Rate of large copies."""
     columns_bytes_per_second: float
-    """Achieved by kernels that read and write a matrix across its rows."""
+    """Rate of kernels that read and write a matrix across its rows."""
 
 
 COLUMNS_BYTES_PER_SECOND = 0.65e12 / 132
-"""Bytes per second of a multiprocessor in kernels that torch's compiler makes to scale and cast a matrix by its columns: 0.6 to
-0.7 TB/s on an H100 where along the rows it is 2.0 to 2.2 (pytorch issue 149982, 2025). Loads and stores of single elements are
-what bounds them, so that more bandwidth does not help. Held to what torchtitan's Llama 3 8B on 8 GPUs takes longer with scales
-of rows than with one for a tensor: 14 percent on H100, 21 on B200 (torchao's READMEs of float8 and mx_formats, 2025)."""
+"""Bytes per second of a multiprocessor in kernels that torch's compiler generates to scale and cast a matrix by its columns:
+0.6 to 0.7 TB/s on an H100 where along the rows it is 2.0 to 2.2 (pytorch issue 149982, 2025). Loads and stores of single
+elements limit them, so that more bandwidth does not help. Validated against the extra time of torchtitan's Llama 3 8B on 8 GPUs
+with scales per row instead of per tensor: 14 percent on H100, 21 on B200 (torchao's READMEs of float8 and mx_formats, 2025)."""
 STREAM_EFFICIENCY = {"a100-80": 0.86, "h100-sxm": 0.90, "h200": 0.90, "b200": 0.85, "gb200": 0.85}
-"""Share of the memory bandwidth that large element-wise kernels reach. A100: BabelStream, 1.75 of 2.04 TB/s (2021). H100 and
+"""Fraction of the memory bandwidth that large element-wise kernels reach. A100: BabelStream, 1.75 of 2.04 TB/s (2021). H100 and
 H200: device copies, 3.0 of 3.35 and 4.3 of 4.8 TB/s (2026-11). Blackwell: assumed between these and SimuMax's 0.67 of 8 TB/s
-(2026), which has its host's overheads in it."""
+(2026), which includes its host's overheads."""
 
 
 def relative_of(accelerator: Accelerator) -> str:
-    """The fitted device whose law `accelerator` takes: itself, a named relative, or the nearest in bf16 peak."""
+    """Fitted device whose law `accelerator` uses: itself, a named relative, or the nearest in bf16 peak."""
     if accelerator.kind in FAMILIES:
         return accelerator.kind
     if accelerator.kind in RELATIVES:
@@ -100,7 +99,7 @@ def relative_of(accelerator: Accelerator) -> str:
 
 
 def work_per_joule(accelerator: Accelerator) -> float:
-    """FLOPs of a device's peak per joule over those of the same chip that was measured; 1 where it is another chip."""
+    """Peak FLOPs per joule of a device over those of the measured device with the same chip; 1 for other chips."""
     if accelerator.kind not in SAME_CHIP or not accelerator.watts:
         return 1.0
     relative = ACCELERATORS[relative_of(accelerator)]
@@ -109,18 +108,18 @@ def work_per_joule(accelerator: Accelerator) -> float:
 
 
 def matmul_curve(accelerator: Accelerator, dtype: str) -> MatmulCurve:
-    """The law of products of `dtype` (`bf16 fp16 fp32 tf32 fp64 fp8 mxfp8 nvfp4`) on a device.
+    """Law of GEMMs of `dtype` (`bf16 fp16 fp32 tf32 fp64 fp8 mxfp8 nvfp4`) on a device.
 
-    Raises SpecError if the device's peak is not known: not in the catalogue, or measured at run time and not filled in yet.
+    Raises SpecError if the device's peak is unknown: not in the catalogue, or measured at run time and not filled in yet.
     """
     if dtype not in DTYPE_BYTES:
         raise mistake("dtype", f"there is no price for {dtype!r}", f"Choose {', '.join(DTYPE_BYTES)}.")
     relative = relative_of(accelerator)
-    # The A100 has no fp8: a device that takes after it and has, takes Hopper's cast.
+    # The A100 has no fp8: a device with its law that supports fp8 uses Hopper's cast.
     fitted = "fp8" if dtype in ("mxfp8", "nvfp4") else dtype
     law = MATMUL.get((relative, fitted)) or MATMUL[("h100-sxm", "fp8") if fitted == "fp8" else (relative, "bf16")]
     peak = _peak(accelerator, dtype)
-    if dtype == "nvfp4":  # what was measured is time over fp8's, whatever the peaks
+    if dtype == "nvfp4":  # the measured quantity is time relative to fp8's, whatever the peaks
         law = replace(law, efficiency=law.efficiency * _peak(accelerator, "fp8") / (NVFP4_OVER_FP8 * peak))
     is_cpu = accelerator.name == "cpu"
     return replace(
@@ -143,17 +142,17 @@ HOPPER_PEAK = 989.4e12
 
 
 def attention_curve(accelerator: Accelerator, dtype: str, kernel: str, direction: str) -> AttentionCurve:
-    """The law of attention kernels on a device.
+    """Law of attention kernels on a device.
 
-    `kernel`: `flash`, the best there is; `cudnn`; `flash-2`. `direction`: `forward`, `backward`. A family without
-    measurements of a kernel takes those of its best one.
+    `kernel`: `flash`, the best available; `cudnn`; `flash-2`. `direction`: `forward`, `backward`. A family without measurements
+    of a kernel uses those of its best one.
     """
     relative = relative_of(accelerator)
     family = FAMILIES[relative]
     fp8 = dtype == "fp8"
     peak = _peak(accelerator, "bf16" if fp8 else dtype)
     if family == "blackwell" and kernel == "flash-2":
-        # Written for Ampere's tensor-core instructions, which newer devices only carry on: no faster than on Hopper.
+        # Written for Ampere's tensor-core instructions, which newer devices only emulate: no faster than on Hopper.
         law = ATTENTION["hopper", kernel, direction]
         law = replace(law, efficiency=tuple(share * min(1.0, HOPPER_PEAK / peak) for share in law.efficiency))
     else:
@@ -175,18 +174,19 @@ def attention_curve(accelerator: Accelerator, dtype: str, kernel: str, direction
 
 
 def stream(accelerator: Accelerator) -> Stream:
-    """Law of element-wise work on a device: launch seconds and bytes per second."""
+    """Law of element-wise operations on a device: launch seconds and bytes per second."""
     if accelerator.name == "cpu":
         return Stream(CPU_LAUNCH_SECONDS, _bandwidth(accelerator), _bandwidth(accelerator))
     relative = relative_of(accelerator)
     rate = _bandwidth(accelerator) * STREAM_EFFICIENCY[relative]
     across = min(rate, COLUMNS_BYTES_PER_SECOND * _multiprocessors(accelerator, relative))
-    # A kernel that does nothing takes about as long as the smallest product.
+    # An empty kernel takes about as long as the smallest GEMM.
     return Stream(MATMUL[relative, "bf16"].launch_seconds, rate, across)
 
 
 def _peak(accelerator: Accelerator, dtype: str) -> float:
-    """Peak of `dtype`; fp16 and bf16 share tensor cores, and what lacks both computes at fp32's rate."""
+    """Peak of `dtype` in FLOPs per second; fp16 and bf16 share tensor cores, and a device without either computes at its fp32
+    rate."""
     for name in {"bf16": ("bf16", "fp16", "fp32"), "fp16": ("fp16", "bf16"), "tf32": ("tf32", "fp32")}.get(dtype, (dtype,)):
         if name in accelerator.peak_flops:
             return accelerator.peak_flops[name].value
@@ -194,7 +194,7 @@ def _peak(accelerator: Accelerator, dtype: str) -> float:
 
 
 def _bandwidth(accelerator: Accelerator) -> float:
-    """Bytes per second of the memory; infinite where nobody knows it, so that it bounds nothing."""
+    """Memory bandwidth in bytes per second; infinite if unknown, so that it limits nothing."""
     known = accelerator.memory_bytes_per_second
     return known.value if known else math.inf
 
@@ -206,7 +206,7 @@ def _multiprocessors(accelerator: Accelerator, relative: str) -> int:
 
 
 def _scale(accelerator: Accelerator, relative: str) -> float:
-    """Efficiency over the relative's."""
+    """Efficiency relative to the relative device's."""
     fraction, relative_fraction = accelerator.matmul_fraction, ACCELERATORS[relative].matmul_fraction
     if accelerator.name == relative or fraction is None or relative_fraction is None:
         return 1.0

@@ -1,15 +1,15 @@
-"""The algorithms and protocols NCCL could choose for a collective, each as a line: t = fixed + per_byte w + per_root sqrt(w).
+"""Algorithms and protocols that NCCL could choose for a collective, each as a line: t = fixed + per_byte w + per_root sqrt(w).
 
     inside a node       one line from measurements (`collectives.toml`): whatever NCCL chose there
-    ring                every rank passes on what it got; bandwidth of the slowest link, latency of every rank
+    ring                every rank forwards what it received; bandwidth of the slowest link, latency of every rank
     tree                all-reduce only: up and down a double binary tree of nodes; latency of its depth. With two nodes each
                         card carries the buffer once, with more twice (a node has a parent and two children, in halves)
     NVLSTree            the same, with the node's part done by its switch (Hopper on, five ranks or more in the node)
-    direct              all-to-all: everyone sends to everyone; only what leaves the node loads its cards
+    direct              all-to-all: every rank sends to every other; only traffic that leaves the node loads its cards
 
-LL trades half of the bandwidth or more for latency, Simple is the other end. LL128 is left out across nodes: PyTorch's model of
-NCCL and the ring latencies of SimAI's measurements (4 to 5 us a rank from 2 to 128 nodes) both say it is not what runs there.
-Not modelled: SHARP in InfiniBand switches, PAT (NCCL 2.23, one rank a node), copy engines, user buffers.
+LL trades half of the bandwidth or more for latency, Simple is the opposite. LL128 is omitted across nodes: both PyTorch's model
+of NCCL and the ring latencies of SimAI's measurements (4 to 5 us per rank from 2 to 128 nodes) indicate that it is not used
+there. Not modelled: SHARP in InfiniBand switches, PAT (NCCL 2.23, one rank per node), copy engines, user buffers.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ TREE_HOP = {"LL": (0.6, 5.0), "Simple": (4.0, 14.0)}
 RING_HOP = {"LL": (0.6, 2.7), "Simple": (3.4, 14.0)}
 NVLS_TREE_FIXED, NVLS_TREE_HOP = 25.0, 20.9
 TREE_BANDWIDTH = 0.92
-# What a tree's channels carry on two nodes and on four or more, over one node: 24, 23.6 and 17.8 GB/s on Ampere, 38.7, 41.4 and
-# 36 on Hopper, 70, 42.8 and 24 on Blackwell; of a ring nothing is lost.
+# Bandwidth of a tree's channels on two nodes and on four or more, over one node: 24, 23.6 and 17.8 GB/s on Ampere, 38.7, 41.4
+# and 36 on Hopper, 70, 42.8 and 24 on Blackwell; a ring loses nothing.
 TREE_NODES = {"a100_sxm": (0.98, 0.74), "h100_sxm": (1.0, 0.93), "h200_sxm": (1.0, 0.93), "b200_sxm": (0.61, 0.34)}
 LL_SHARE = {"ring": 0.5, "tree": 1 / 3.8}
 # Bytes per second that LL is capped at across two nodes, and across four or more.
@@ -45,19 +45,19 @@ NVLS_TREE_MANY_NODES = {"h100_sxm": 0.72, "h200_sxm": 0.72, "b200_sxm": 0.46}
 MIN_IN_SWITCH = 5
 """Ranks of a node from which its all-reduce is reduced in the switch (ml-engineering: 5 on H200, 6 on B200)."""
 PIPELINE_SHARE = 1 / 3
-"""Share of a hop's latency between nodes that filling a chunk costs while others are on the way; from 2 x p5 and SimAI's
+"""Fraction of a hop's latency between nodes that filling a chunk costs while others are in flight; from 2 x p5 and SimAI's
 ratios."""
 # autoparallel's NCCL model: the start of an all-to-all of 16, 32, 64, 128 and 256 ranks takes 37, 42, 60, 98 and 290 us.
 DIRECT_FIXED, DIRECT_PER_RANK = 27.0, 0.6
 DIRECT_LOSS = 0.44
-"""Share of the cards' bandwidth that an all-to-all loses, divided by the number of nodes (same source)."""
+"""Fraction of the cards' bandwidth that an all-to-all loses, divided by the number of nodes (same source)."""
 SEND_FIXED = 8.4
 BASE = 6.6
 MEASURED_RANKS = 8
 GROWTH_HOP = 0.6
-"""us a rank adds inside a domain that is larger than the eight ranks measured."""
+"""Microseconds that a rank adds inside a domain larger than the eight ranks measured."""
 RING_CARDS = 8
-"""Cards a node's rings use at most: twenty NVL72 racks reach 405 to 434 GB/s of bus, one rack 835 (CoreWeave, 2025)."""
+"""Most cards that a node's rings use: twenty NVL72 racks reach 405 to 434 GB/s of bus, one rack 835 (CoreWeave, 2025)."""
 MICRO = 1e-6
 MEGA = 1e6
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
@@ -77,13 +77,13 @@ class Line(NamedTuple):
 
 
 def inside_line(fabric: Fabric, kind: str, ranks: int) -> Line:
-    """The line of `ranks` ranks that share a node."""
+    """Line of `ranks` ranks that share a node."""
     if kind == "broadcast":
-        # The root sends all of it, not (n-1)/n, at the rate of a full node's ring.
+        # The root sends the whole buffer, not (n-1)/n of it, at the rate of a full node's ring.
         per_byte = 1 / _ring_rate(fabric, max(ranks, MEASURED_RANKS))
         return inside_line(fabric, "all_gather", ranks)._replace(per_byte=per_byte)
     if kind == "send":
-        half = inside_line(fabric, "all_to_all", 2)  # two ranks swap half of what they have
+        half = inside_line(fabric, "all_to_all", 2)  # two ranks exchange half of their data
         return half._replace(algorithm="direct", per_byte=half.per_byte * 2, per_root=half.per_root * 2**0.5)
     if kind == "all_reduce" and fabric.in_switch and ranks >= MIN_IN_SWITCH:
         measured, algorithm = FITS[fabric.fits]["all_reduce_in_switch"], "NVLS"
@@ -100,7 +100,7 @@ def inside_line(fabric: Fabric, kind: str, ranks: int) -> Line:
 
 
 def across_lines(fabric: Fabric, kind: str, place: Placement) -> tuple[Line, ...]:
-    """The lines that NCCL could choose among for a group on several nodes."""
+    """Lines that NCCL could choose among for a group on several nodes."""
     if kind == "send":
         return (_send(fabric, place),)
     if kind == "all_to_all":
@@ -173,14 +173,15 @@ def _direct(fabric: Fabric, place: Placement) -> Line:
 
 
 def _send(fabric: Fabric, place: Placement) -> Line:
-    """One neighbour to the next, over one card."""
+    """Line of a message from one neighbour to the next, over one card."""
     fixed = (SEND_FIXED + RING_HOP["Simple"][1]) * MICRO + fabric.hop_seconds
     per_byte = place.crossing / min(place.bytes_per_second, place.card_bytes_per_second)
     return Line("direct", "Simple", fixed, per_byte, _root(fabric, None, per_byte))
 
 
 def _at(measured: dict[int, tuple[float, float, float]], ranks: int) -> tuple[float, float, float]:
-    """Constants for a number of ranks: between those measured by the logarithm, beyond by what a ring adds."""
+    """Constants for a number of ranks: interpolated logarithmically between measurements, extrapolated by the growth of a
+    ring."""
     points = sorted(measured)
     last = points[-1]
     a, b, c = measured[last]
@@ -201,20 +202,20 @@ def _at(measured: dict[int, tuple[float, float, float]], ranks: int) -> tuple[fl
 
 
 def _start(fabric: Fabric, kind: str, size: int) -> float:
-    """Seconds of a tiny message: as measured on as many ranks inside a node; NCCL's base for nodes of one rank."""
+    """Seconds of a tiny message: as measured on as many ranks inside a node; NCCL's base latency for nodes of one rank."""
     ranks = min(size, fabric.gpus_per_node)
     return inside_line(fabric, kind, ranks).fixed if ranks > 1 else BASE * MICRO
 
 
 def _ring_rate(fabric: Fabric, ranks: int) -> float:
-    """Bytes per second a ring carries over the links inside a node; a single rank uses none."""
+    """Bytes per second of a ring over the links inside a node; a single rank uses none."""
     if ranks == 1:
         return float("inf")
     return (ranks - 1) / ranks / inside_line(fabric, "all_gather", ranks).per_byte
 
 
 def _tree_rate(place: Placement) -> float:
-    """Bytes of the buffer a second that the cards of a node let through."""
+    """Bytes of the buffer per second that the cards of a node transfer."""
     return place.bytes_per_second / place.crossing / (1 if place.num_nodes == 2 else 2)
 
 
@@ -223,14 +224,15 @@ def _limited(rate: float, nodes: int) -> float:
 
 
 def _by_nodes(two: float, many: float, nodes: int) -> float:
-    """NCCL's tables have a value for two nodes and one for four or more."""
+    """Value by number of nodes: NCCL's tables have one for two nodes and one for four or more."""
     return two if nodes == 2 else (two + many) / 2 if nodes == 3 else many
 
 
 def _root(fabric: Fabric, kind: str | None, per_byte: float) -> float:
     """Coefficient of sqrt(w) for filling the pipeline of chunks: 2 sqrt(latency of a chunk x seconds per byte).
 
-    The latency is a share of a hop between nodes, and what a whole node's `kind` shows, if the chunks pass through nodes.
+    The latency is a fraction of a hop between nodes, plus the measured one of a whole node's `kind` if the chunks pass through
+    nodes.
     """
     latency = PIPELINE_SHARE * (RING_HOP["Simple"][1] * MICRO + fabric.hop_seconds)
     if kind is not None and fabric.gpus_per_node > 1:

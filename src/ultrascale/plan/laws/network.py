@@ -1,11 +1,11 @@
-"""Network of a cluster as collectives see it, and the placement of a group's ranks on its nodes.
+"""Network of a cluster as collectives use it, and the placement of a group's ranks on its nodes.
 
     stride 1, size 8    all eight ranks of a node: NVLink only
     stride 8, size 4    one rank on each of four nodes; eight such groups share each node's cards: an eighth of them each
     stride 2, size 16   four ranks on each of four nodes; two groups share the cards: half of them each
 
-Ranks fill nodes in order. Of a group, `min(size, max(1, gpus_per_node // stride))` ranks share a node; all groups of an axis
-run at once unless told otherwise. What Calculon calls a tier per axis cannot say the third case, and it is the usual one.
+Ranks fill nodes in order. `min(size, max(1, gpus_per_node // stride))` ranks of a group share a node; all groups of an axis run
+at once by default. Calculon's single tier per axis cannot represent the third case, which is the usual one.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ GIGA = 1e9
 
 
 class Domain(NamedTuple):
-    """Price of a link inside a node: the measurements it takes, and their scale."""
+    """Price of a link inside a node: the measurements that it uses, and their scale."""
 
     word: str
-    """In the name of the link."""
+    """Word in the name of the link."""
     fits: str
-    """Row of `collectives.toml`."""
+    """Row of `collectives.toml` that it uses."""
     nominal: float
-    """Bytes per second of one direction that the row was measured on."""
+    """Bandwidth that the row was measured on, in bytes per second and one direction."""
     factor: float
-    """Achieved share of the nominal rate over that of the row."""
+    """Achieved fraction of the nominal rate over that of the row."""
     in_switch: bool
     """True if the switch can reduce an all-reduce (NVLS, SHARP of NVLink 4 and 5)."""
 
@@ -48,7 +48,7 @@ UNKNOWN = Domain("", "h100_sxm", 450 * GIGA, 0.85, False)
 
 
 class Fabric(NamedTuple):
-    """The numbers of a cluster that collectives depend on: hashable, so that what is worked out for one is kept."""
+    """Numbers of a cluster that collectives depend on: hashable, so that results for it can be cached."""
 
     gpus_per_node: int
     fits: str
@@ -59,10 +59,10 @@ class Fabric(NamedTuple):
     """Bytes per second that the cards of a node reach together, one direction; 0 for a node without a network."""
     num_cards: int
     hop_seconds: float
-    """Seconds of a hop of the network beyond InfiniBand's."""
+    """Latency of a hop of the network beyond InfiniBand's, in seconds."""
     network: str
     nodes_per_leaf: int
-    """0: no spine."""
+    """Nodes per leaf switch; 0: no spine."""
     oversubscription: float
 
 
@@ -75,7 +75,7 @@ class Placement(NamedTuple):
     bytes_per_second: float
     """The group's share of the cards of each of its nodes; 0 inside one node."""
     card_bytes_per_second: float
-    """Bytes per second of one card, the most that a single rank can use."""
+    """Bytes per second of one card, the limit of a single rank."""
     crossing: float
     """Factor by which the spine slows down a ring; 1: not at all."""
     remote_crossing: float
@@ -83,7 +83,7 @@ class Placement(NamedTuple):
 
 
 def fabric_of(cluster: Cluster) -> Fabric:
-    """Raises SpecError if the links inside the node are not catalogued: they must be measured."""
+    """Network of a cluster. Raises SpecError if the links inside the node are not in the catalogue: they must be measured."""
     node = cluster.node
     if node.intra_link is None:
         rule = "has no link between its ranks in the catalogue: it is measured at run time"
@@ -106,9 +106,9 @@ def fabric_of(cluster: Cluster) -> Fabric:
 
 
 def place(fabric: Fabric, size: int, stride: int) -> Placement:
-    """The placement of a group of `size` ranks that are `stride` apart, while all groups of a node talk at once.
+    """Placement of a group of `size` ranks that are `stride` apart, while all groups of a node communicate at once.
 
-    Raises SpecError if the group crosses nodes that no network joins.
+    Raises SpecError if the group crosses nodes that no network connects.
     """
     ranks = min(size, max(1, fabric.gpus_per_node // stride))
     nodes = -(-size // ranks)
@@ -125,9 +125,9 @@ def place(fabric: Fabric, size: int, stride: int) -> Placement:
 
 
 def _crossing(fabric: Fabric, nodes: int, stride: int) -> tuple[float, float]:
-    """Factors by which the spine slows down a ring, and traffic of all nodes with all.
+    """Factors by which the spine slows down a ring, and all-to-all traffic of the nodes.
 
-    A ring leaves a leaf once for all the nodes it visits there; of traffic with all others, only that to other leaves crosses.
+    A ring leaves a leaf once for all the nodes that it visits there; of all-to-all traffic, only that to other leaves crosses.
     """
     if not fabric.nodes_per_leaf:
         return 1.0, 1.0
@@ -147,7 +147,7 @@ def _domain(link: Link, accelerator: str) -> tuple[str, float, bool]:
 
 
 def _achieved(link: Link | None, kind: NetworkKind | None) -> float:
-    """Bytes per second of the cards of a node: as measured where it was, else the usual share of the nominal rate."""
+    """Bytes per second of the cards of a node: as measured if known, else the usual fraction of the nominal rate."""
     if link is None or kind is None:
         return 0.0
     if link.achieved_bytes_per_second is not None:

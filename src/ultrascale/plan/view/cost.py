@@ -1,7 +1,7 @@
-"""Cost of a training besides time: energy and money.
+"""Cost of a training run: energy and money.
 
-energy   each accelerator's share of the most power that its machine draws; no cooling of the building
-money    list price on demand of one accelerator for an hour; contracts cost less
+energy   each accelerator's share of its machine's maximum power; cooling of the building excluded
+money    on-demand list price of one accelerator-hour; contracts cost less
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ SECONDS_PER_HOUR = 3600
 
 @dataclass(frozen=True)
 class Cost:
-    """Cost of so many seconds on a cluster."""
+    """Cost of a number of seconds on a cluster."""
 
     seconds: float
     gpu_hours: float
     kilowatt_hours: float | None
-    """None where nobody says what the machine or the accelerator draws."""
+    """None if the power of machine and accelerator is unknown."""
     dollars: float | None
-    """None where nobody lists a price."""
+    """None if no price is listed."""
 
     @property
     def words(self) -> str:
@@ -32,7 +32,7 @@ class Cost:
 
 
 def cost(cluster: Cluster, seconds: float, *, num_gpus: int) -> Cost:
-    """The cost of `num_gpus` accelerators of `cluster` for so long, all of them busy."""
+    """Cost of `num_gpus` accelerators of `cluster` for this many seconds, all busy."""
     accelerator, hours = cluster.accelerator, num_gpus * seconds / SECONDS_PER_HOUR
     watts, price = cluster.node.watts_per_accelerator, accelerator.dollars_per_hour
     return Cost(

@@ -1,4 +1,4 @@
-"""A step of a pipeline as a picture: a row a rank, a box an action, from left to right in time. As text and as SVG."""
+"""A pipeline step as a picture: one row per rank, one box per action, time from left to right. As text and as SVG."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ FADE = 0.5
 """Blend towards white of the colour of a rank's last stage: 0 none, 1 white."""
 IDLE = "·"
 TOO_SHORT = 1e-2
-"""Share of the longest action: those this short do not set the scale of the text."""
+"""Fraction of the longest action: actions this short do not set the scale of the text."""
 WIDEST_UNIT = 6
-"""Columns of text for the shortest action, at most."""
+"""Most columns of text for the shortest action."""
 LEFT, RIGHT, TOP, ROW, GAP, BOTTOM, WIDTH = 96, 128, 62, 30, 6, 78, 1280
 """Pixels of the SVG: margins, a row, the gap between rows, the whole width."""
 DIGIT = 6.4
 """Pixels of a digit at the boxes' font size, 11."""
 MOST_TICKS = 12
 STAGES_WIDTH = 17
-"""Letters of the small font that fit left of the rows."""
+"""Characters of the small font that fit left of the rows."""
 
 
 Part = tuple[str, float, str]
@@ -54,13 +54,13 @@ class PassBox(NamedTuple):
     end: float
     part: Action
     depth: float
-    """0 for the rank's first stage, 1 for its last: how light the colour is."""
+    """0 for the rank's first stage, 1 for its last: lightness of the colour."""
     row: int
     """0 the upper half of the rank's row, 1 the lower half, -1 all of it."""
 
 
 def boxes(timeline: Timeline) -> Iterator[PassBox]:
-    """Everything to draw, rank by rank in time."""
+    """All boxes, rank by rank in order of time."""
     for rank, row in enumerate(timeline.schedule):
         stages = sorted({part.stage for action in row for part in action.parts})
         depth = {stage: index / max(1, len(stages) - 1) for index, stage in enumerate(stages)}
@@ -71,10 +71,10 @@ def boxes(timeline: Timeline) -> Iterator[PassBox]:
 
 
 def draw_text(timeline: Timeline, *, width: int, colour: bool) -> list[list[Text]]:
-    """A line a rank, in blocks of `width` columns: `F3` forward of micro-batch 3, `B0──` a longer backward, `·` waiting.
+    """One line per rank, in blocks of `width` columns: `F3` forward of micro-batch 3, `B0──` a longer backward, `·` waiting.
 
-    The shortest action takes a column or more. With `colour`, boxes are coloured, and a number alone does where a letter is too
-    much.
+    The shortest action takes one column or more. With `colour`, boxes are coloured, and a number alone is used if there is no
+    room for the letter.
     """
     passes = [
         end - start
@@ -91,7 +91,7 @@ def draw_text(timeline: Timeline, *, width: int, colour: bool) -> list[list[Text
 
 
 def draw_beside(timelines: dict[str, Timeline], *, width: int, colour: bool) -> dict[str, list[Text]]:
-    """A line a rank of each of the timelines, all on one scale, the longest `width` columns long."""
+    """One line per rank of each timeline, all on one scale, the longest `width` columns long."""
     scale = width / max(timeline.step_seconds for timeline in timelines.values())
     return {
         name: [_line(timeline, rank, scale, colour=colour) for rank in range(len(timeline.schedule))]
@@ -100,7 +100,7 @@ def draw_beside(timelines: dict[str, Timeline], *, width: int, colour: bool) -> 
 
 
 def svg_beside(timelines: dict[str, Timeline]) -> str:
-    """One picture of several timelines, titles to timelines, one below the other on one scale."""
+    """One SVG of several timelines by title, one below the other on one scale."""
     span = max(timeline.step_seconds for timeline in timelines.values())
     height, pictures = 0, []
     for title, timeline in timelines.items():
@@ -125,7 +125,7 @@ def _line(timeline: Timeline, rank: int, scale: float, *, colour: bool) -> Text:
 
 
 def _cell(action: Action, width: int, *, colour: bool) -> str:
-    """The label that fits, filled up to `width`."""
+    """The longest label that fits, padded to `width`."""
     if action.overlapped_with is None:
         kind, number = action.kind.value, str(action.micro_batch)
         labels = [kind + number, number if colour else kind, kind, ""]
@@ -141,7 +141,7 @@ def _cell(action: Action, width: int, *, colour: bool) -> str:
 
 
 def _style(action: Action) -> str:
-    """White on the kind's colour, odd micro-batches a little lighter so that neighbours can be told apart."""
+    """White text on the colour of the kind of action; odd micro-batches are slightly lighter to distinguish neighbours."""
     colour = "#6a5a9e" if action.overlapped_with is not None else COLOURS[action.kind]
     return f"white on {_lighter(colour, 0.2 * (action.micro_batch % 2))}"
 
@@ -154,10 +154,10 @@ def draw_svg(
     span: float | None = None,
     after: Mapping[str, float] = MappingProxyType({}),
 ) -> str:
-    """A picture that stands alone: boxes with numbers of micro-batches, waiting hatched, its share and activations beside.
+    """A self-contained SVG: boxes with numbers of micro-batches, hatched waiting, the bubble and activations beside each rank.
 
-    `unit`: what a second stands for, if it is none. `span`: seconds of the whole width, if more than the step. `after`: names
-    and seconds of what all ranks do after the pipeline.
+    `unit`: unit of time, if it is not seconds. `span`: seconds of the whole width, if more than the step. `after`: names and
+    seconds of work on all ranks after the pipeline.
     """
     ranks, height = len(timeline.schedule), _height(timeline)
     whole = timeline.step_seconds + sum(after.values())
@@ -194,7 +194,7 @@ def _subtitle(timeline: Timeline, unit: str, after: Mapping[str, float]) -> str:
 
 
 def _row_frame(timeline: Timeline, rank: int, scale: float) -> Iterator[str]:
-    """The rank's name and stages, its row as waiting time, and at the right what it waits and holds."""
+    """Name and stages of the rank, its row as waiting time, and on the right its waiting time and activations."""
     top = TOP + rank * (ROW + GAP)
     held_stages = sorted(timeline.in_flight[rank].by_stage)
     stages = f"stage{'s' * (len(held_stages) > 1)} {', '.join(map(str, held_stages))}"
@@ -210,7 +210,7 @@ def _row_frame(timeline: Timeline, rank: int, scale: float) -> Iterator[str]:
 
 
 def _svg_box(box: PassBox, scale: float) -> Iterator[str]:
-    """A pass and, if there is room, the number of its micro-batch."""
+    """Box of a pass and, if there is room, the number of its micro-batch."""
     x, width = LEFT + box.start * scale, (box.end - box.start) * scale
     y, height = TOP + box.rank * (ROW + GAP), float(ROW)
     if box.row >= 0:
@@ -230,7 +230,7 @@ def _svg_box(box: PassBox, scale: float) -> Iterator[str]:
 
 
 def _has_room(box: PassBox, scale: float) -> bool:
-    """For the number of its micro-batch."""
+    """True if there is room for the number of the micro-batch."""
     return len(str(box.part.micro_batch)) * DIGIT + 2 <= (box.end - box.start) * scale
 
 
@@ -272,7 +272,7 @@ def _round_step(least: float) -> float:
 
 
 def _legend(timeline: Timeline, y: float, *, has_numbers: bool) -> Iterator[str]:
-    """The kinds of action that occur."""
+    """Legend of the kinds of action that occur."""
     parts = [part for row in timeline.schedule for action in row for part in action.parts]
     entries = [(COLOURS[kind], name) for kind, name in NAMES.items() if any(part.kind is kind for part in parts)]
     x = float(LEFT)

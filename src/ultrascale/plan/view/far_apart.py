@@ -1,22 +1,22 @@
-"""Data centres far apart: one step's all-reduce over a long line, and what reducing every H steps instead would save.
+"""Data centres far apart: one step's all-reduce over a long line, and the savings of reducing every H steps instead.
 
     site 0 ==line== site 1 ==line== ... ==line== site N-1 ==line== (back to 0)       a bidirectional ring of N sites
 
-Gradients are summed inside each site first (fast), then over the ring: each half of the buffer goes round one way. In either
+Gradients are reduced inside each site first (fast), then over the ring: each half of the buffer goes round one way. In either
 direction a line carries 2 (N-1)/N of half of the buffer, and 2 (N-1) messages wait for light to cross, one after another:
 
     seconds = 2 (N-1)/N x bytes / ways / line rate  +  2 (N-1) x (distance / 200,000 km/s + switching)
 
 with two ways round, or one between two sites, which are neighbours only once.
 
-Islands of the trainer (`islands.link`) have a line each into a network that reaches all (`uplink`): every piece goes
-straight to whom it is for, in two rounds, and gloo sends a message once the other end has said that it is ready:
+Islands of the trainer (`islands.link`) each have one line to a network that reaches all others (`uplink`): every piece is sent
+directly to its receiver, in two rounds, and gloo sends a message once the receiver has reported that it is ready:
 
     seconds = 2 (N-1)/N x bytes / line rate  +  4 x (distance / 200,000 km/s + switching)
 
-The distance hurts little, the bytes do. What helps is fewer bytes: an outer step every H inner ones sends the difference of the
-weights instead of every gradient (DiLoCo, Douillard et al. 2023, H = 50 to 500), in fewer bits (Streaming DiLoCo, 2025: 4), a
-fragment at a time beside the computation. That is another algorithm: what it does to the loss is not predicted here.
+Distance costs little, bytes cost much. The remedy is fewer bytes: an outer step every H inner steps sends the difference of the
+weights instead of every gradient (DiLoCo, Douillard et al. 2023, H = 50 to 500), in fewer bits (Streaming DiLoCo, 2025: 4), one
+fragment at a time beside the computation. That is a different algorithm: its effect on the loss is not predicted here.
 """
 
 from __future__ import annotations
@@ -29,17 +29,18 @@ from typing import Any
 from ultrascale.description.problems import Problem, SpecError
 
 FIBRE_METRES_PER_SECOND = 2e8
-"""Light in glass: 299,792 km/s over a refractive index of 1.47, rounded as every network engineer does."""
+"""Speed of light in fibre: 299,792 km/s over a refractive index of 1.47, rounded as usual."""
 BITS_PER_BYTE = 8
 UPLINK_HOPS = 4
-"""Two rounds of messages, each there and back: gloo's receiver says that it is ready, and then the message comes."""
+"""Two rounds of messages, each there and back: gloo's receiver reports that it is ready, and then the message is sent."""
 LIMITS: dict[str, tuple[float, float, float, str]] = {
     "num_parameters": (1e3, 1e16, 1, ""), "distance_kilometres": (0, 1e6, 1, " km"),
     "line_bits_per_second": (1e6, 1e18, 1e9, " Gbit/s"), "step_seconds": (1e-3, 1e7, 1, " s"),
     "num_sites": (2, 100_000, 1, ""), "bits_per_parameter": (0.01, 64, 1, ""), "outer_every": (1, 1_000_000, 1, ""),
     "switching_seconds": (0, 10, 1e-3, " ms"),
 }  # fmt: skip
-"""Lowest, highest, and the unit they are told in. They are far from anything built; a million kilometres is beyond the moon."""
+"""Lowest and highest value, and the unit of messages. They are far from anything built; a million kilometres is beyond the
+moon."""
 
 
 @dataclass(frozen=True)
@@ -50,44 +51,43 @@ class FarPlan:
     bits_per_parameter: float
     num_sites: int
     distance_metres: float
-    """Length of one line, from a site to the next."""
+    """Length of one line, from one site to the next."""
     line_bytes_per_second: float
     """Rate of one line in one direction."""
     switching_seconds: float
-    """Per message, above the flight of light: routers, transport protocol."""
+    """Latency per message, in addition to the propagation of light: routers, transport protocol."""
     step_seconds: float
-    """Seconds of one step inside a site, without the far traffic."""
+    """Seconds of one step inside a site, without the traffic between sites."""
     outer_every: int
     """H: inner steps between two reductions over the line; 1 reduces every step's gradients."""
     overlap: bool
-    """True if the reduction runs beside the next H steps, which then work with the sum of H steps ago; False: in front of
-    them."""
+    """True if the reduction runs beside the next H steps, which then use the sum of H steps ago; False: steps wait for it."""
     uplink: bool = False
-    """True if each site has one line into a network that reaches all, as the trainer's islands; False: a ring."""
+    """True if each site has one line to a network that reaches all others, as the trainer's islands; False: a ring."""
 
     @property
     def num_bytes(self) -> float:
-        """The reduced buffer."""
+        """Bytes of the reduced buffer."""
         return self.num_parameters * self.bits_per_parameter / BITS_PER_BYTE
 
     @property
     def flight_seconds(self) -> float:
-        """Light over one line, one way."""
+        """Seconds of light over one line, one way."""
         return self.distance_metres / FIBRE_METRES_PER_SECOND
 
     @property
     def num_messages(self) -> int:
-        """Hops that follow one another: those of the reduce-scatter and of the all-gather."""
+        """Consecutive hops: those of the reduce-scatter and of the all-gather."""
         return UPLINK_HOPS if self.uplink else 2 * (self.num_sites - 1)
 
     @property
     def num_ways(self) -> int:
-        """Ways round the ring that are used at once."""
+        """Directions round the ring that are used at once."""
         return 2 if self.num_sites > 2 and not self.uplink else 1
 
     @property
     def bytes_per_line(self) -> float:
-        """Bytes that a line carries in one direction: 2 (N-1)/N of the buffer, shared by the ways round."""
+        """Bytes that a line carries in one direction: 2 (N-1)/N of the buffer, divided by the directions round the ring."""
         return 2 * (self.num_sites - 1) / self.num_sites * self.num_bytes / self.num_ways
 
     @property
@@ -105,23 +105,24 @@ class FarPlan:
 
     @property
     def exposed_seconds(self) -> float:
-        """Seconds of a reduction that an outer step waits for; with overlap it has the H inner steps to hide behind."""
+        """Seconds of a reduction that an outer step waits for; with overlap, the excess over the H inner steps."""
         hidden = self.outer_every * self.step_seconds if self.overlap else 0.0
         return max(0.0, self.all_reduce_seconds - hidden)
 
     @property
     def seconds_per_step(self) -> float:
-        """Mean, the far traffic spread over the steps between two reductions."""
+        """Mean time per step, with the traffic between sites spread over the steps between two reductions."""
         return self.step_seconds + self.exposed_seconds / self.outer_every
 
     @property
     def utilisation(self) -> float:
-        """Share of the time that is computation."""
+        """Fraction of the time spent computing."""
         return self.step_seconds / self.seconds_per_step
 
     @property
     def bytes_in_flight(self) -> float:
-        """Bandwidth-delay product of a line over the round trip of light, bytes: the window a transport protocol must allow."""
+        """Bandwidth-delay product of a line over the round trip of light, in bytes: the window that a transport protocol must
+        allow."""
         return self.line_bytes_per_second * 2 * self.flight_seconds
 
     def every(self, outer_every: int) -> FarPlan:
@@ -129,21 +130,21 @@ class FarPlan:
         return replace(self, outer_every=outer_every)
 
     def outer_every_for(self, utilisation: float) -> int:
-        """The least H that keeps this share of the time for computation."""
+        """Smallest H at which this fraction of the time is spent computing."""
         if self.overlap:
             # all_reduce <= H step + H step (1/u - 1) = H step / u
             return max(1, _ceil(self.all_reduce_seconds * utilisation / self.step_seconds))
         return max(1, _ceil(self.all_reduce_seconds * utilisation / (self.step_seconds * (1 - utilisation))))
 
     def line_bytes_per_second_for(self, utilisation: float) -> float:
-        """The line that this H needs for that share; infinite if light alone takes longer."""
+        """Bandwidth of a line that this H needs for that fraction; infinite if light alone takes longer."""
         allowed = self.outer_every * self.step_seconds * (1 / utilisation - (0 if self.overlap else 1)) - self.latency_seconds
         if allowed <= 0:
             return float("inf")
         return self.bytes_per_line / allowed
 
     def to_json(self) -> dict[str, Any]:
-        """Fields and what follows from them, in bytes and seconds."""
+        """Fields and derived quantities, in bytes and seconds."""
         derived = (
             "num_bytes", "bytes_per_line", "flight_seconds", "num_messages", "latency_seconds", "transfer_seconds",
             "all_reduce_seconds",
@@ -165,10 +166,10 @@ def far_apart(
     switching_seconds: float = 0.0,
     uplink: bool = False,
 ) -> FarPlan:
-    """The cost of training on `num_sites` sites in a ring whose neighbours are `distance_kilometres` apart; with `uplink` on
-    sites that far apart with a line each into a network that reaches all.
+    """Cost of training on `num_sites` sites in a ring whose neighbours are `distance_kilometres` apart; with `uplink`, on sites
+    that far apart with one line each to a network that reaches all others.
 
-    Raises SpecError naming every number that makes no sense.
+    Raises SpecError that names every invalid number.
     """
     numbers = {
         "num_parameters": num_parameters, "distance_kilometres": distance_kilometres,

@@ -1,4 +1,4 @@
-"""A far plan on a terminal: what light and the line take, and what fewer reductions save."""
+"""A far plan on a terminal: cost of distance and bandwidth, and the savings of fewer reductions."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from ultrascale.description.units import format_bytes, format_bytes_per_second, 
 from ultrascale.plan.view.far_apart import FarPlan
 
 INTERVALS = (1, 10, 50, 100, 500)
-"""H: every step, and the range DiLoCo was tried with."""
+"""H: every step, and the range tested for DiLoCo."""
 WORTH_IT = 0.95
-"""Share of the time computing that a far cluster is said to be worth its money at."""
+"""Fraction of the time spent computing from which a far cluster is called worthwhile."""
 
 
 def show(plan: FarPlan, console: Console) -> None:

@@ -1,4 +1,4 @@
-"""Notes that a reader of a plan should not miss, in a sentence each: memory that is tight, and a default that costs time."""
+"""Notes that a reader of a plan should not miss, one sentence each: little headroom, and a default that costs time."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from ultrascale.plan.report import RunPlan
 TIGHT_BYTES = 2 * 2**30
 """Headroom below which a run may still run out of memory: the allocator fragments."""
 COSTLY = 0.02
-"""Share of the step from which on masks between documents are named."""
+"""Fraction of the step from which document masks are mentioned."""
 
 
 def notes(plan: RunPlan) -> list[str]:
-    """The sentences; empty where there is nothing to say."""
+    """The notes; empty if there is nothing to report."""
     return [note for note in (_tight(plan), _masked(plan)) if note]
 
 
 def mask_fraction(plan: RunPlan) -> float:
-    """By how much longer the step is for masks between documents (packed sequences); 0 without them."""
+    """Fraction by which the step is longer because of document masks (packed sequences); 0 without them."""
     if plan.prediction is None or not plan.run.data.document_mask:
         return 0.0
     from ultrascale.plan.time.price import predict  # here: a CPU is planned without NumPy

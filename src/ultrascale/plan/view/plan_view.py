@@ -1,4 +1,4 @@
-"""A plan on a terminal: what takes the memory, whether it fits, where a step's time goes. Draws what `plan.report` says."""
+"""A plan on a terminal: memory by category, whether it fits, step time by component. Prints the results of `plan.report`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 PARTS = {
     "parameters": ("parameters", "blue", "{share}, {master}"),
-    "gathered": ("gathered weights", "cyan", "whole, while in use, {precision}"),
+    "gathered": ("gathered weights", "cyan", "unsharded, while in use, {precision}"),
     "gradients": ("gradients", "yellow", ""),
     "optimizer": ("optimizer state", "magenta", "two moments, {master}"),
     "activations": ("activations", "green", "of the forward pass"),
@@ -36,7 +36,7 @@ PARTS = {
 }
 KINDS = {
     "matmul": "matrix products",
-    "elementwise": "sums, rotary, MLP",
+    "elementwise": "residual adds, RoPE, activation functions",
     "norm": "norms",
     "attention": "attention",
     "loss": "loss and head",
@@ -44,7 +44,7 @@ KINDS = {
     "residual": "residual stream",
     "gather": "gathered parts",
     "exchange": "sent and summed",
-    "router": "choice of experts",
+    "router": "routing",
     "permute": "rows of experts",
     "messages": "pipeline's messages",
     "scratch": "scratch of one op",
@@ -57,14 +57,14 @@ WATERFALL_WIDTH = 40
 MOST_STAGES = 16
 """Most stages of a pipeline whose numbers of blocks are listed one by one."""
 LOST_SHOWN = 0.01
-"""Share of the time that failures cost, from which on it is told."""
+"""Fraction of the time lost to failures from which it is printed."""
 LEAST_RATIO = 0.01
-"""Tokens for each parameter of which no number is told below this."""
+"""Lowest number of tokens per parameter that is printed."""
 SHOWN_SHARE = 0.0005
-"""Parts of a step below this share are not drawn."""
+"""Fraction of the step below which parts are not drawn."""
 FOOTPRINT = {
     "weights": ("weights", "blue", "and master copies"),
-    "gathered": ("gathered weights", "cyan", "whole, while in use"),
+    "gathered": ("gathered weights", "cyan", "unsharded, while in use"),
     "gradients": ("gradients", "yellow", ""),
     "optimizer": ("optimizer state", "magenta", ""),
     "activations": ("activations", "green", "micro-batches in flight"),
@@ -73,7 +73,7 @@ FOOTPRINT = {
     "outside": ("outside torch", "bright_black", "CUDA, NCCL, workspaces"),
 }
 BESIDE = {name: FOOTPRINT[name] for name in ("reserve", "outside")}
-"""Memory held beside live tensors."""
+"""Memory held in addition to live tensors."""
 TIMES = {
     "compute": ("compute", "green"),
     "recompute": ("recomputation", "bright_green"),
@@ -92,7 +92,7 @@ TIMES = {
 
 
 def show_plan(plan: RunPlan, console: Console, *, tokens: int | None = None, budget: str | None = None) -> None:
-    """Print one run's plan; `tokens` adds the time to train on so many, `budget` what it trains."""
+    """Print the plan of one run; `tokens` adds the time to train on this many, `budget` the training that it buys."""
     console.print(_headline(plan))
     for note in notes(plan):
         console.print(Text(note, style="yellow"))
@@ -126,7 +126,7 @@ def _islands(islands: IslandsPlan) -> Text:
 
 
 def show_briefly(plan: RunPlan, console: Console, *, tokens: int | None = None, budget: str | None = None) -> None:
-    """Print whether one run's plan fits, how long a step and a training take, and what to watch: eight lines and the notes."""
+    """Print briefly whether a run's plan fits, its step and training time, and warnings: eight lines and the notes."""
     console.print(_headline(plan).split("\n")[0])
     console.print(_verdict(plan).split("\n")[0])
     if plan.prediction is not None:
@@ -136,14 +136,14 @@ def show_briefly(plan: RunPlan, console: Console, *, tokens: int | None = None, 
 
 
 def _memory(plan: RunPlan) -> RenderableType:
-    """A bar, the verdict, and what is alive at the peak."""
+    """A bar, the verdict, and live memory at the peak."""
     parts = _device_parts(plan)
     header = [_bar(plan, parts), _verdict(plan), Text()]
     return Group(*header, _parts(plan, plan.memory, parts), _per_block(plan.memory))
 
 
 def _device_parts(plan: RunPlan) -> dict[str, int]:
-    """Bytes by category, and what the allocator and others hold beside it."""
+    """Bytes by category, and those held by the allocator and others in addition."""
     parts = dict(plan.memory.by_category)
     if plan.prediction is None:
         return parts
@@ -184,7 +184,7 @@ def waterfall(prediction: Prediction) -> Table:
 
 
 def show_alternatives(plans: list[RunPlan], console: Console) -> None:
-    """Print ZeRO stages by ways to recompute, with peak memory and step time; the first that fits is marked."""
+    """Print ZeRO stages by recomputation modes, with peak memory and step time; the first that fits is marked."""
     best = first_that_fits(plans)
     modes = list(dict.fromkeys(plan.run.layout.recompute for plan in plans))
     table = Table(box=None, header_style="bold", padding=(0, 3, 0, 0))
@@ -236,7 +236,8 @@ def _headline(plan: RunPlan) -> Text:
 
 
 def _stages(plan: RunPlan) -> str:
-    """A line with the blocks of each pipeline stage in order, `5 5 5 1`, of many the least and the most; empty without one."""
+    """One line with the number of blocks of each pipeline stage in order, `5 5 5 1`, for many stages the least and the most;
+    empty without a pipeline."""
     layout = plan.run.layout
     if layout.pp == 1:
         return ""
@@ -251,7 +252,7 @@ def _stages(plan: RunPlan) -> str:
 
 
 def _parallelism_words(layout: Layout) -> str:
-    """Words for the model's cut: `tp 8, pp 4 (interleaved, 2 stages a rank), `; empty for data parallelism alone."""
+    """Parallelism of the model as text: `tp 8, pp 4 (interleaved, 2 stages a rank), `; empty for data parallelism alone."""
     words = [f"{name} {getattr(layout, name)}" for name in ("tp", "cp", "ep", "expert_tp") if getattr(layout, name) > 1]
     if layout.cp > 1:
         swap = layout.cp_grid[1]
@@ -263,7 +264,7 @@ def _parallelism_words(layout: Layout) -> str:
 
 
 def _zero_words(layout: Layout) -> str:
-    copies = f", {layout.dp_replicate} copies of the state" if layout.dp_replicate > 1 else ""
+    copies = f", {layout.dp_replicate} replicas of the state" if layout.dp_replicate > 1 else ""
     return f"ZeRO stage {layout.zero_stage}{copies}"
 
 
@@ -273,7 +274,7 @@ def _recompute_words(layout: Layout) -> str:
 
 
 def _bar(plan: RunPlan, parts: Mapping[str, int]) -> Text:
-    """The device's memory as one line: parts, headroom, what must stay free."""
+    """The device's memory as one line: parts, headroom, and the reserve that must stay free."""
     whole = max(plan.capacity_bytes, sum(parts.values()) + plan.reserve_bytes)
     bar, used = Text(), 0
     for category, num_bytes in parts.items():
@@ -295,13 +296,13 @@ def _verdict(plan: RunPlan) -> Text:
     if plan.stack.name != "ultrascale":
         text.append(f"\nas {plan.stack.name} keeps it", style="not bold dim")
     elif not_trainable(plan.run):
-        text.append("\nour trainer does not run this yet", style="not bold dim")
+        text.append("\n`ultrascale train` cannot run this yet", style="not bold dim")
     return text
 
 
 FLUSHES = (
-    "of what the allocator caches it gives some back in every step, which takes time:\n"
-    "PYTORCH_ALLOC_CONF=expandable_segments:True, which `ultrascale launch` sets, spares that"
+    "the allocator frees some of its cache in every step, which takes time:\n"
+    "PYTORCH_ALLOC_CONF=expandable_segments:True, which `ultrascale launch` sets, avoids that"
 )
 
 
@@ -317,7 +318,7 @@ def _reserve_text(plan: RunPlan) -> str:
 
 
 def _parts(plan: RunPlan, memory: MemoryPlan, parts: Mapping[str, int]) -> Table:
-    """Table of the memory that the replay counts at the peak, the parts of each category, and the memory beside it."""
+    """Table of the simulated memory at the peak, the parts of each category, and memory in addition to it."""
     layout, peak = plan.run.layout, memory.peak
     table = _parts_table(peak.phase, max(map(len, KINDS.values())) + 2)
     share = "whole" if layout.shard_size == 1 else f"1/{layout.shard_size} of them"
@@ -335,7 +336,7 @@ def _parts(plan: RunPlan, memory: MemoryPlan, parts: Mapping[str, int]) -> Table
 
 
 def _parts_of_category(memory: MemoryPlan, category: str) -> list[tuple[str, int]]:
-    """Parts of a category, largest first, where there are several."""
+    """Parts of a category, largest first, if there are several."""
     if category not in ("activations", "temporary", "communication"):
         return []
     inside = [(label, n) for (c, label), n in memory.peak.by_label.items() if c == category and n >= 2**10]
@@ -350,7 +351,7 @@ def _per_block(memory: MemoryPlan) -> RenderableType:
 
 
 def _speed(plan: RunPlan, prediction: Prediction, tokens: int | None, budget: str | None, *, brief: bool = False) -> Table:
-    """Tokens per second, how well the devices are used, and what a training takes and costs; `brief`: in fewer rows."""
+    """Tokens per second, utilisation of the devices, and time and cost of a training run; `brief`: in fewer rows."""
     table = _rows()
     per_gpu = prediction.tokens_per_second_per_gpu
     low, high = (format_seconds(end) for end in step_interval(prediction))
@@ -384,7 +385,7 @@ def _speed(plan: RunPlan, prediction: Prediction, tokens: int | None, budget: st
 
 
 def _failures(stops: Stops, training: float, *, measured: bool, brief: bool) -> list[tuple[str, str, str]]:
-    """Rows on the failures of a training of so many seconds, one if `brief`; none where they are rare."""
+    """Rows on failures during a training run of this many seconds, one if `brief`; none if failures are rare."""
     if stops.goodput > 1 - LOST_SHOWN:
         return []
     if not stops.goodput:
@@ -409,12 +410,12 @@ def _failures(stops: Stops, training: float, *, measured: bool, brief: bool) -> 
 
 
 def _bought_words(text: str, prediction: Prediction) -> str:
-    """Words for the training that a budget buys: `14d02h on these GPUs: 1.2T tokens, ...`."""
+    """Training that a budget buys as text: `14d02h on these GPUs: 1.2T tokens, ...`."""
     purchase = bought(parse_budget(text), prediction)
     if purchase is None:
         return "no list price is known for these accelerators; give a time such as 30d"
     words = f"{format_seconds(purchase.seconds)} on these GPUs: {format_count(purchase.tokens)} tokens, "
-    optimal = f"as many FLOPs are the optimum of a dense {format_count(purchase.optimal_parameters)} (20 tokens a parameter)"
+    optimal = f"the FLOPs are compute-optimal for a dense {format_count(purchase.optimal_parameters)} (20 tokens per parameter)"
     noun = "active parameter" if prediction.workload.model.num_experts else "parameter"
     return words + f"{_ratio_words(purchase.tokens_per_parameter)} for each {noun}; {optimal}"
 
@@ -426,7 +427,7 @@ def _ratio_words(ratio: float) -> str:
 
 
 def _goal(plan: RunPlan, tokens: int | None) -> tuple[int, str]:
-    """Tokens to train on, and why so many."""
+    """Number of tokens to train on, and the reason for it."""
     if tokens:
         return tokens, ""
     goal, why = usual_tokens(plan.run.model)

@@ -1,8 +1,8 @@
-"""Memory saved and time added by each way to recompute, for one layout of one model, today.
+"""Memory saved and time added by each recomputation mode, for one layout of one model, with current kernels.
 
-*Reducing Activation Recomputation* (Korthikanti et al. 2022) found for dense models that computing attention's core again saves
-70 percent of what full recomputation saves for a few percent of its time. Fused attention took that core away, and experts
-changed what is left; so the statement is made anew for the model at hand.
+*Reducing Activation Recomputation* (Korthikanti et al. 2022) found for dense models that recomputing core attention saves 70
+percent of what full recomputation saves, for a few percent of its time. Fused attention removed that core, and experts changed
+the rest, so the statement is computed anew for each model.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from ultrascale.work.recompute import selective_words
 RecomputeMode = Literal["none", "selective", "full"]
 MODES: tuple[RecomputeMode, ...] = ("none", "selective", "full")
 WORTH = 0.01
-"""Share of the peak below which saved memory counts as none."""
+"""Fraction of the peak below which saved memory counts as none."""
 REDONE = {
-    "modules": "",  # told of the model
+    "modules": "",  # depends on the model
     "elementwise": "norms, rotary, activation functions",
     "attention": "attention's core",
     "alternate-products": "every second product and what is element-wise",
@@ -31,21 +31,21 @@ REDONE = {
 
 @dataclass(frozen=True)
 class RecomputeTradeoff:
-    """One way to recompute, beside none."""
+    """One recomputation mode compared with none."""
 
     mode: RecomputeMode
     saved_bytes: float
-    """Allocator peak less than without recomputation."""
+    """Reduction of the allocator's peak."""
     added_seconds: float
-    """A step more than without."""
+    """Time added to a step."""
     step_seconds: float
-    """Without."""
+    """Step time without recomputation."""
     peak_bytes: float
-    """Without."""
+    """Peak without recomputation."""
 
 
 def recompute_tradeoffs(workload: Workload, layout: Layout) -> list[RecomputeTradeoff]:
-    """Selective and full recomputation of `layout`, each beside none."""
+    """Selective and full recomputation of `layout`, each compared with none."""
     plain, *variants = (predict(workload, replace(layout, recompute=mode)) for mode in MODES)
     return [
         RecomputeTradeoff(
@@ -60,7 +60,7 @@ def recompute_tradeoffs(workload: Workload, layout: Layout) -> list[RecomputeTra
 
 
 def recomputation_statement(workload: Workload, layout: Layout) -> str:
-    """One sentence a way: what it does again, saves and costs."""
+    """One sentence per mode: what it recomputes, saves and costs."""
     redone = {"selective": REDONE[workload.stack.selective] or selective_words(workload.model, layout), "full": "whole blocks"}
     clauses = []
     for item in recompute_tradeoffs(workload, layout):

@@ -1,5 +1,6 @@
-"""A search on a terminal: the ranking, and why. Draws what `plan.search.search`, `plan.search.explain` and
-`plan.search.scaling` say."""
+"""A search on a terminal: the ranking, and the explanation. Prints the results of `plan.search.search`, `plan.search.explain`
+and `plan.search.scaling`.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +28,14 @@ from ultrascale.plan.workload import Workload
 
 INDENT = (0, 0, 0, 3)
 MAX_FRONT = 8
-"""Layouts of the front of time and memory that are told."""
+"""Most layouts of the Pareto front of time and memory that are printed."""
 MAX_REFUSED = 12
-"""Families left out that are told one by one; the rest is counted."""
+"""Most families left out that are printed one by one; the rest is counted."""
 
 
 def show_ranking(result: SearchResult, console: Console, *, top: int, legend: bool = True) -> None:
-    """Print the fastest layouts, of those that differ only in details the fastest; with the `legend`, what was searched."""
+    """Print the fastest layouts, one of each group that differs only in details; with `legend`, also the extent of the
+    search."""
     ours = result.workload.stack.name == "ultrascale"
     table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
     for column in ("", "step", "MFU", "memory", "headroom", "risk"):
@@ -87,16 +89,16 @@ def _interval_words(result: SearchResult) -> str:
 
 
 def _stops_note(workload: Workload) -> str:
-    """Note on the time between stops of so many nodes, and the cost; empty where stops are rare."""
+    """Note on the time between failures of this many nodes, and its cost; empty if failures are rare."""
     failures = stops(workload)
     if failures.goodput > 1 - LOST_SHOWN:
         return ""
     between, every = format_seconds(failures.between_seconds), format_seconds(failures.save_every_seconds)
-    return f"  {failures.num_nodes:,} machines stop once in {between}: saved every {every}, goodput {failures.goodput:.1%}."
+    return f"  {failures.num_nodes:,} machines fail once in {between}: saves every {every}, goodput {failures.goodput:.1%}."
 
 
 def _batch_note(result: SearchResult) -> str:
-    """A batch that few ranks can share, with the nearest that all can; empty if it is none."""
+    """Note on a batch that few ranks can share, with the nearest that all can; empty for other batches."""
     gpus, batch = result.workload.cluster.num_accelerators, result.workload.sequences_per_batch
     shared = gcd(gpus, batch)
     if batch < gpus or shared * 2 > gpus:
@@ -110,7 +112,7 @@ def _runs(prediction: Prediction) -> str:
 
 
 def layout_words(layout: Layout, num_micro_batches: int) -> str:
-    """A layout in a line: `dp16 tp2 pp2 interleaved x4, ZeRO 1, 2 x 8, recompute full`; 2 x 8: micro-batch size, number."""
+    """A layout in one line: `dp16 tp2 pp2 interleaved x4, ZeRO 1, 2 x 8, recompute full`; 2 x 8: micro-batch size, number."""
     words = [layout.axes_words or "one GPU", layout.zero_words, f"{layout.micro_batch_size} x {num_micro_batches}"]
     if layout.recompute != "none":
         every = f"every {layout.recompute_every}" if layout.recompute == "every-k" else layout.recompute
@@ -122,7 +124,7 @@ def show_explanation(
     result: SearchResult, scan: Sequence[ScalingPoint], better_clusters: Sequence[tuple[Cluster, Prediction]], console: Console
 ) -> None:
     """Print the three steps, the marginal prices, better clusters, and what was left out."""
-    console.print(Text("1  What makes it fit, and what that costs", style="bold"))
+    console.print(Text("1  What makes it fit, and its cost", style="bold"))
     console.print(_rungs_table(rungs(result), result))
     best = result.best
     if best is not None:
@@ -145,7 +147,7 @@ def show_explanation(
     console.print(
         _better_clusters_table(better_clusters, best)
         if better_clusters
-        else Padding(Text("None of the catalogue is faster."), INDENT)
+        else Padding(Text("No cluster in the catalogue is faster."), INDENT)
     )
     console.print(Text("\nLeft out", style="bold"))
     console.print(_refused_table(result))
@@ -220,7 +222,7 @@ def _scaling_table(scan: Sequence[ScalingPoint], num_gpus: int) -> Table:
 
 
 def paying_words(scan: Sequence[ScalingPoint]) -> str:
-    """Up to how many GPUs an added one pays, or that the scan ended before; empty if nothing fits."""
+    """Number of GPUs up to which an added one pays, or that the scan ended before; empty if nothing fits."""
     most = most_that_pay(scan)
     if most is None:
         return ""
@@ -231,7 +233,7 @@ def paying_words(scan: Sequence[ScalingPoint]) -> str:
 
 
 def _front_table(front: Sequence[Prediction]) -> Table:
-    """Its ends and as many between them as there is room for."""
+    """Table of the front's ends, and as many between them as fit."""
     table = _table("step", "against the fastest", "memory", "layout")
     rows = min(len(front), MAX_FRONT)
     for prediction in (front[number * (len(front) - 1) // (rows - 1)] for number in range(rows)):
@@ -277,7 +279,7 @@ def _refused_table(result: SearchResult) -> Table:
 
 
 def no_layout_fits(result: SearchResult) -> str:
-    """One sentence on what is missing, and what would fit."""
+    """Sentence that states the missing memory, and a cluster on which a layout would fit."""
     smallest = result.smallest
     assert smallest is not None
     need, have = float(smallest.memory.needed), result.workload.cluster.accelerator.memory_bytes.value

@@ -1,7 +1,7 @@
-"""The predicted step as a picture and as a trace: its pipeline played with the prices of the plan, and what comes after it.
+"""The predicted step as a picture and as a trace: its pipeline simulated with the plan's prices, and the time after it.
 
-Traffic and loads that passes do not hide, the optimizer and the rest are drawn behind the pipeline, on all ranks, so that all
-of it is as long as the step. Where in the step some of it really falls, the prices do not say.
+Communication and loads that passes do not hide, the optimizer and the rest are drawn after the pipeline, on all ranks, so that
+the picture is as long as the step. Where in the step some of it really occurs, the prices do not determine.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from ultrascale.plan.view.trace_events import trace_events
 from ultrascale.schedules.build import build_schedule
 
 DRAWN_PER_RANK = 4
-"""Micro-batches in a picture for each rank of the pipeline: enough to see the pipeline fill, run and drain."""
+"""Micro-batches drawn per rank of the pipeline: enough to see the pipeline fill, run and drain."""
 AFTER = {
     "data_parallel": "dp traffic", "offload": "offload to host", "optimizer": "optimizer", "data": "reading data",
     "checkpoints": "checkpoints", "rest": "rest",
 }  # fmt: skip
-"""Parts of the waterfall that are no part of a pass, in the order in which they are drawn."""
+"""Parts of the waterfall outside passes, in the order in which they are drawn."""
 SLOWED = "passes slowed by traffic"
 
 
 def write_step(plan: RunPlan, *, svg: str | None, perfetto: str | None) -> None:
-    """Write the picture and the trace that are asked for. Raises SpecError if nothing is known of time."""
+    """Write the requested picture and trace. Raises SpecError if there is no predicted time."""
     prediction = plan.prediction
     if prediction is None:
         rule = f"needs the speed of {plan.cluster.accelerator.title}, which is measured at run time"
@@ -49,7 +49,7 @@ def write_step(plan: RunPlan, *, svg: str | None, perfetto: str | None) -> None:
 
 
 def step_timeline(prediction: Prediction, *, num_micro_batches: int | None = None) -> Timeline:
-    """The pipeline of a step, `num_micro_batches` of it or all, played action by action. Seconds."""
+    """Pipeline of a step in seconds, with `num_micro_batches` of its micro-batches or all, simulated action by action."""
     layout = prediction.layout
     count = num_micro_batches or prediction.num_micro_batches
     schedule = build_schedule(layout.schedule, layout.pp, count, layout.virtual_stages)
@@ -57,7 +57,7 @@ def step_timeline(prediction: Prediction, *, num_micro_batches: int | None = Non
 
 
 def seconds_after(prediction: Prediction, whole: Timeline) -> dict[str, float]:
-    """Seconds that a step takes beyond its pipeline `whole`, by name: parts after it, and what slows the pipeline down."""
+    """Seconds of a step beyond its pipeline `whole`, by name: parts after it, and slowdowns of the pipeline."""
     parts = {name: prediction.waterfall[part] for part, name in AFTER.items() if prediction.waterfall[part] > 0}
     slowed = prediction.step_seconds - whole.step_seconds - sum(parts.values())
     return {SLOWED: slowed, **parts} if slowed > 1e-6 * prediction.step_seconds else parts

@@ -1,4 +1,5 @@
-"""A step of a pipeline for ui.perfetto.dev and chrome://tracing, in the Trace Event Format: a track a rank, an arrow a message.
+"""A pipeline step for ui.perfetto.dev and chrome://tracing, in the Trace Event Format: one track per rank, one arrow per
+message.
 
 Format: "Trace Event Format", Google, docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
 """
@@ -16,14 +17,14 @@ from ultrascale.schedules.executable import dependencies_of
 
 MICROSECONDS = 1e6
 COLOURS = {Kind.FORWARD: "rail_response", Kind.BACKWARD: "good", Kind.INPUT_GRADIENT: "rail_idle", Kind.WEIGHT_GRADIENT: "bad"}
-"""Names of colours that chrome://tracing knows; Perfetto chooses its own by name."""
+"""Colour names of chrome://tracing; Perfetto chooses its own by name."""
 
 
 def trace_events(
     timeline: Timeline, *, title: str = "pipeline", after: Mapping[str, float] = MappingProxyType({})
 ) -> dict[str, Any]:
-    """The JSON object to write to a file: names, passes, activations held as counters, messages as arrows. `after`: names and
-    seconds of what all ranks do after the pipeline."""
+    """JSON object to write to a file: names, passes, live activations as counters, messages as arrows. `after`: names and
+    seconds of work on all ranks after the pipeline."""
     events = [{"ph": "M", "pid": 0, "name": "process_name", "args": {"name": title}}]
     for rank in range(len(timeline.schedule)):
         events.append({"ph": "M", "pid": 0, "tid": rank, "name": "thread_name", "args": {"name": f"rank {rank}"}})
@@ -35,7 +36,7 @@ def trace_events(
 
 
 def _passes(timeline: Timeline, rank: int) -> Iterator[dict[str, Any]]:
-    """A pair's two passes lie one in the other: they have the same times."""
+    """Events of passes; the two passes of a pair are nested, since they have the same times."""
     for action, start, end in zip(timeline.schedule[rank], timeline.start[rank], timeline.end[rank], strict=True):
         for part in action.parts:
             yield {
@@ -54,7 +55,7 @@ def _after(timeline: Timeline, rank: int, after: Mapping[str, float]) -> Iterato
 
 
 def _activation_counters(timeline: Timeline, rank: int) -> Iterator[dict[str, Any]]:
-    """Activations on the rank, in micro-batches of one stage, whenever they change."""
+    """Activations on the rank, in micro-batches of one stage, at each change."""
     changes = {Kind.FORWARD: (1, 0), Kind.BACKWARD: (-1, 0), Kind.INPUT_GRADIENT: (-1, 1), Kind.WEIGHT_GRADIENT: (0, -1)}
     whole = waiting = 0
     for action, start, end in zip(timeline.schedule[rank], timeline.start[rank], timeline.end[rank], strict=True):
@@ -67,7 +68,7 @@ def _activation_counters(timeline: Timeline, rank: int) -> Iterator[dict[str, An
 
 
 def _messages(timeline: Timeline) -> Iterator[dict[str, Any]]:
-    """Flow events between ranks: from the end of the action that makes a result to the start of the action that waits for
+    """Flow events between ranks: from the end of the action that produces a result to the start of the action that waits for
     it."""
     dependencies = dependencies_of(timeline.schedule)
     places = [(rank, index) for rank, row in enumerate(timeline.schedule) for index in range(len(row))]

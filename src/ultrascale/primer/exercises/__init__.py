@@ -1,1 +1,1 @@
-"""A lesson a file: variants of one computation."""
+"""One lesson per file: variants of one computation."""

@@ -28,7 +28,7 @@ def take_every(source: torch.Tensor, stride: int) -> torch.Tensor:
 
 
 def exercise(device: torch.device) -> Exercise:
-    """Copies of one number of elements, strided over ever more memory."""
+    """Copies of the same number of elements, with larger and larger strides."""
     count = pick(device, 2**25, 3000)
 
     def variant(stride: int) -> Variant:
@@ -43,7 +43,7 @@ def exercise(device: torch.device) -> Exercise:
     return Exercise(
         "access",
         "Coalesced and strided access",
-        "A stride of 2 reads twice what it uses; from 8 floats on a number costs a sector of 32 bytes: 2 of 9 bytes are used.\n"
-        "Beyond that only pages and banks make it slower. Layouts are chosen so that what is used together lies together.",
+        "Stride 2 reads twice what it uses; from 8 floats on, a number costs a sector of 32 bytes: 2 of 9 bytes are used.\n"
+        "Beyond that only pages and banks make it slower. Memory layouts keep together what is used together.",
         tuple(variant(stride) for stride in STRIDES),
     )

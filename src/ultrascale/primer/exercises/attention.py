@@ -1,7 +1,7 @@
-"""Attention, naive and flash: softmax(q k^T / sqrt(E)) v with the scores in memory, or never there.
+"""Attention, naive and flash: softmax(q k^T / sqrt(E)) v with the scores in memory, or without storing them.
 
-Flash (Dao et al. 2022): a program holds a block of queries and walks over the keys; the running maximum and sum of the online
-softmax say by how much what it has gathered so far must be made smaller. Memory for scores: S x S a head, or none.
+Flash (Dao et al. 2022): a program holds a block of queries and iterates over the keys; the running maximum and sum of the
+online softmax rescale the accumulated result. Memory for scores: S x S per head, or none.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ def _flash(query, key, value, out, length, scale, WIDTH: tl.constexpr, QUERIES: 
 
 
 def naive(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """[H, S, E] each, by three operations of torch's; scores and weights [H, S, S] go to memory and back."""
+    """[H, S, E] each, by three torch operations; scores and weights [H, S, S] are written to memory and read back."""
     scores = query @ key.transpose(1, 2) * query.shape[-1] ** -0.5
     return torch.softmax(scores, dim=-1) @ value
 
 
 def flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, queries: int, keys: int) -> torch.Tensor:
-    """Attention in one kernel, over blocks of so many queries and keys."""
+    """Attention in one kernel, over blocks of this many queries and keys."""
     heads, length, width = query.shape
     out = torch.empty_like(query)
     grid = (triton.cdiv(length, queries), heads)
@@ -58,7 +58,7 @@ def flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, querie
 
 
 def exercise(device: torch.device) -> Exercise:
-    """One layer's heads over a long sequence, every token seeing every other."""
+    """Heads of one layer over a long sequence, every token attending to every other."""
     heads, length, width = pick(device, 16, 2), pick(device, 8192, 70), pick(device, 128, 16)
     shape = (heads, length, width)
     query, key, value = (random(*shape, device=device, dtype=narrow(device), seed=seed) for seed in range(3))
@@ -73,8 +73,8 @@ def exercise(device: torch.device) -> Exercise:
     return Exercise(
         "attention",
         "Naive attention against flash",
-        "The same FLOPs: naive writes and reads scores and weights for each pair of tokens, and memory sets its rate.\n"
-        "Flash keeps them on the chip; that no S x S is stored is worth even more: memory grows with S, not with its square.",
+        "The same FLOPs: naive writes and reads scores and weights for each pair of tokens, and is memory-bound.\n"
+        "Flash keeps them on the chip and stores no S x S matrix, so that memory grows with S, not with its square.",
         (
             Variant("naive", lambda: naive(query, key, value), expected, flops=flops, note=f"scores {scores}, twice"),
             Variant(

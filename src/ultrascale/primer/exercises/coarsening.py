@@ -1,4 +1,4 @@
-"""Thread coarsening: how much work a program does. Starting one costs, and what it has loaded can serve more than one row."""
+"""Thread coarsening: the amount of work per program. Starting one has a cost, and loaded data can serve more than one row."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _scale_columns(x, weights, out, rows, width, ROWS: tl.constexpr, BLOCK: tl.c
     scale = tl.load(weights + columns, mask=inside)
     for step in range(0, ROWS):
         row = tl.program_id(0).to(tl.int64) * ROWS + step
-        mask = inside & (row + tl.zeros_like(columns) < rows)  # as wide as the block: interpreters mask with no single bit
+        mask = inside & (row + tl.zeros_like(columns) < rows)  # as wide as the block: interpreters need more than one bit
         tl.store(out + row * width + columns, tl.load(x + row * width + columns, mask=mask) * scale, mask=mask)
 
 
@@ -32,14 +32,14 @@ def scale_columns(x: torch.Tensor, weights: torch.Tensor, *, rows_each: int) -> 
 
 
 def exercise(device: torch.device) -> Exercise:
-    """One set of rows, computed by ever fewer programs."""
+    """One set of rows, computed by fewer and fewer programs."""
     rows, width = pick(device, 2**16, 70), pick(device, 1024, 300)
     x, weights = random(rows, width, device=device), random(width, device=device, seed=1)
     return Exercise(
         "coarsening",
         "Thread coarsening",
-        "One row to a program loads its weights again for every row, and there are more programs to start than work for them.\n"
-        "Some rows each come near the memory's rate; too many leave multiprocessors idle at the end, with few loads in flight.",
+        "With one row per program the weights are loaded again for every row, and starting programs dominates.\n"
+        "Several rows per program approach the memory bandwidth; too many leave multiprocessors idle, few loads in flight.",
         tuple(
             Variant(
                 f"{count} rows a program" if count > 1 else "1 row a program",

@@ -1,4 +1,4 @@
-"""Control divergence: the 32 threads of a warp take one instruction at a time; if they disagree, both sides."""
+"""Control divergence: the 32 threads of a warp execute one instruction at a time; if they diverge, both branches."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from ultrascale.primer.exercise import Exercise, Variant, launch, pick, random
 
 BLOCK = 256
 ROUNDS = 512
-"""Steps of either side: enough that memory does not matter."""
+"""Steps of each branch: enough that memory does not matter."""
 UP, DOWN = (0.999, 0.001), (0.998, -0.002)
-"""Factor and addend of each side."""
+"""Factor and addend of each branch."""
 
 
 @triton.jit
@@ -34,7 +34,7 @@ def _lanes_disagree(x, out, count, up, more, down, less, ROUNDS: tl.constexpr, B
 def _programs_disagree(x, out, count, up, more, down, less, ROUNDS: tl.constexpr, BLOCK: tl.constexpr):
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     values = tl.load(x + index, mask=index < count, other=0.0)
-    if tl.program_id(0) % 2 == 0:  # noqa: SIM108  a branch, which is what this is about
+    if tl.program_id(0) % 2 == 0:  # noqa: SIM108  a branch is the subject of this lesson
         values = _rounds(values, up, more, ROUNDS)
     else:
         values = _rounds(values, down, less, ROUNDS)
@@ -42,7 +42,7 @@ def _programs_disagree(x, out, count, up, more, down, less, ROUNDS: tl.constexpr
 
 
 def branch(x: torch.Tensor, rounds: int, *, by_lane: bool) -> torch.Tensor:
-    """Every second element (or block of 256) goes one way, the others the other."""
+    """Every second element (or block of 256) takes one branch, the others the other."""
     out = torch.empty_like(x)
     kernel = _lanes_disagree if by_lane else _programs_disagree
     launch(kernel, (triton.cdiv(x.numel(), BLOCK),), x, out, x.numel(), *UP, *DOWN, ROUNDS=rounds, BLOCK=BLOCK)
@@ -50,7 +50,7 @@ def branch(x: torch.Tensor, rounds: int, *, by_lane: bool) -> torch.Tensor:
 
 
 def exercise(device: torch.device) -> Exercise:
-    """Two computations on as many elements each, chosen by lane and by program."""
+    """Two computations on the same number of elements each, chosen by lane and by program."""
     count, rounds = pick(device, 2**24, 1000), pick(device, ROUNDS, 8)
     x = random(count, device=device)
 
@@ -65,7 +65,7 @@ def exercise(device: torch.device) -> Exercise:
     return Exercise(
         "divergence",
         "Control divergence",
-        "Told apart by lane each thread goes through both sides and keeps one; told apart by program each pays for its own.\n"
+        "With a branch per lane each thread executes both sides and keeps one; with a branch per program, only its own.\n"
         "Half the rate for the same result: data are sorted (tokens by expert, blocks by mask) so that neighbours agree.",
         tuple(
             Variant(

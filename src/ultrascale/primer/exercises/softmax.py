@@ -1,7 +1,7 @@
-"""Softmax over long rows, naive and online. How often is a row read?
+"""Softmax over long rows, naive and online: number of times that a row is read.
 
 naive    the maximum, then the sum, then the result: three reads
-online   maximum and sum together, the sum made smaller whenever the maximum grows (Milakov and Gimelshein 2018): two
+online   maximum and sum together, the sum rescaled whenever the maximum grows (Milakov and Gimelshein 2018): two
 held     a row that fits a program's registers is read once
 """
 
@@ -69,7 +69,7 @@ def softmax(x: torch.Tensor, variant: str, *, block: int) -> torch.Tensor:
 
 
 def exercise(device: torch.device) -> Exercise:
-    """Rows as wide as a vocabulary, and rows that fit."""
+    """Rows as wide as a vocabulary, and rows that fit into registers."""
     wide = random(pick(device, 1024, 6), pick(device, 131072, 700), device=device, dtype=narrow(device))
     short = random(pick(device, 32768, 6), pick(device, 4096, 100), device=device, dtype=narrow(device))
     ways = (("naive", wide, pick(device, 8192, 128)), ("online", wide, pick(device, 8192, 128)),
@@ -77,8 +77,8 @@ def exercise(device: torch.device) -> Exercise:
     return Exercise(
         "softmax",
         "Naive and online softmax",
-        "A read and a write must be; naive reads three times and can reach half the memory's rate, online two thirds of it.\n"
-        "The trick of the running maximum is what lets attention walk over its keys once: flash attention is this, twice.",
+        "One read and one write are needed; naive reads three times: at most half the memory bandwidth, online two thirds.\n"
+        "The running maximum lets attention iterate over its keys once: flash attention uses it twice.",
         tuple(
             Variant(
                 f"{variant}, rows of {x.shape[1]}",

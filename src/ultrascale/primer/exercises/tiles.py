@@ -1,4 +1,4 @@
-"""A matrix product without and with tiles. Each number of A and B is needed N or M times: where does it come from?"""
+"""A GEMM without and with tiles. Each element of A and B is needed N or M times; tiles determine where it is read from."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _tiled(a, b, c, m, n, k, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: t
 
 
 def row_by_row(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """[M, K] x [K, N], a program for `COLUMNS` numbers of one row, which reads all of B's columns for that row alone."""
+    """[M, K] x [K, N], one program per `COLUMNS` elements of one row, which reads these columns of B for that row alone."""
     (m, k), n = a.shape, b.shape[1]
     c = a.new_empty(m, n)
     launch(_row_by_row, (m, triton.cdiv(n, COLUMNS)), a, b, c, n, k, COLUMNS=COLUMNS)
@@ -45,7 +45,7 @@ def row_by_row(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def tiled(a: torch.Tensor, b: torch.Tensor, *, rows: int, columns: int, depth: int) -> torch.Tensor:
-    """[M, K] x [K, N], a program for a tile; Triton keeps the tiles of A and B in shared memory and multiplies them there."""
+    """[M, K] x [K, N], one program per tile; Triton keeps the tiles of A and B in shared memory and multiplies them there."""
     (m, k), n = a.shape, b.shape[1]
     c = a.new_empty(m, n)
     grid = (triton.cdiv(m, rows), triton.cdiv(n, columns))
@@ -54,7 +54,7 @@ def tiled(a: torch.Tensor, b: torch.Tensor, *, rows: int, columns: int, depth: i
 
 
 def exercise(device: torch.device) -> Exercise:
-    """One product, with ever larger tiles."""
+    """One GEMM, with larger and larger tiles."""
     size = pick(device, 4096, 50)
     a, b = (random(size, size, device=device, dtype=narrow(device), seed=seed) for seed in (1, 2))
 
@@ -77,7 +77,7 @@ def exercise(device: torch.device) -> Exercise:
     return Exercise(
         "tiles",
         "Tiling in shared memory",
-        "A tile of T x T reads a number from memory once for T products, not once for each; tensor cores work on tiles alone.\n"
-        "Row by row is bound by its loads, at a percent of the peak or so; the largest tile that fits comes near torch.",
+        "A tile of T x T reads a number from memory once for T products, not once for each; tensor cores work on tiles only.\n"
+        "Row by row is bound by its loads, at about one percent of the peak; the largest tile that fits approaches torch.",
         tuple(variants),
     )

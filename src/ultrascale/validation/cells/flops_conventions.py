@@ -1,7 +1,7 @@
-"""FLOPs per token as the different reports of the field count them: an MFU means nothing without its convention.
+"""FLOPs per token by the conventions of published reports: an MFU is meaningless without its convention.
 
-With P_lay the parameters that a token's matrix products use in all layers (of experts the active ones, and the router),
-P_head = V h, a query heads of size d, s the sequence length:
+With P_lay the parameters that a token's GEMMs use in all layers (with experts, the active ones and the router), P_head = V h, a
+query heads of dimension d, s the sequence length:
 
     model_full             6 (P_lay + P_head) + 12 L a d s        Korthikanti et al. 2022, torchtitan from mid 2024, nanotron
     model_full_allparams   the same + 6 V h if embeddings are untied; llm-foundry, Aleph Alpha
@@ -9,8 +9,8 @@ P_head = V h, a query heads of size d, s the sequence length:
     hw_full                8 P_lay + 6 P_head + 16 L a d s        hardware FLOPs of full recomputation: Megatron SC'21, MT-NLG
     hw_full_layers_only    96 L h^2                               BigScience, first months
 
-Latent attention counts a (d_query + d_value) / 2 where others count a d. Blocks of multi-token prediction count as layers, and
-the head once more for each.
+Latent attention counts a (d_query + d_value) / 2 where others count a d. Blocks of multi-token prediction count as layers, plus
+the head once for each.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CONVENTIONS = ("model_full", "model_full_allparams", "model_causal", "hw_full", 
 
 @lru_cache(maxsize=1024)
 def flops_per_token(model: Model, sequence_length: int, convention: str = "model_full") -> float:
-    """FLOPs of a token, forward and backward, by a convention of the table above; other names count as `model_full`."""
+    """FLOPs per token, forward and backward, by a convention of the table above; other names count as `model_full`."""
     layers = model.num_hidden_layers + model.num_nextn_predict_layers
     if convention == "hw_full_layers_only":
         return 96.0 * layers * model.hidden_size**2
@@ -33,7 +33,7 @@ def flops_per_token(model: Model, sequence_length: int, convention: str = "model
     table = model.vocab_size * model.hidden_size
     head = table * (1 + model.num_nextn_predict_layers)
     width = model.num_attention_heads * (model.head_dim + model.value_head_dim) / 2
-    # Forward products of scores and values are 2 FLOPs each, three times for forward and backward.
+    # Forward GEMMs of scores and values are 2 FLOPs each, three times for forward and backward.
     attention = 12.0 * width * sum(_seen(model, layer, sequence_length) for layer in range(layers))
     if convention == "hw_full":
         return 8.0 * in_layers + 6.0 * head + attention * 4 / 3
@@ -45,7 +45,7 @@ def flops_per_token(model: Model, sequence_length: int, convention: str = "model
 
 
 def _layer_parameters(model: Model, layer: int) -> float:
-    """Parameters that one token's matrix products use in a layer."""
+    """Parameters that one token's GEMMs use in a layer."""
     active = model.num_experts_per_tok / model.num_experts if model.num_experts else 0.0
     return sum(
         weight.numel * (active if weight.is_expert else 1.0)
@@ -55,6 +55,6 @@ def _layer_parameters(model: Model, layer: int) -> float:
 
 
 def _seen(model: Model, layer: int, sequence_length: int) -> int:
-    """Positions a token's scores are counted over: all of them, or twice a window, whose mean it is under causal masks."""
+    """Positions over which a token's scores are counted: all, or twice a window, which is the mean under causal masks."""
     window = model.window(layer) if layer < model.num_hidden_layers else None
     return sequence_length if window is None else min(sequence_length, 2 * window)

@@ -1,8 +1,8 @@
-"""The model of a measured run: its dimensions from the row, and by these rules where a cell is blank.
+"""The model of a measured run: its dimensions from the row, and by these rules if a cell is blank.
 
     blank                 value by rule
     everything            the preset of that name; else the one nearest in size to a name such as 13B
-    heads                 what divides hidden into heads nearest to 128 wide, and tp into ranks
+    heads                 divisor of hidden with a head dimension nearest to 128, and a multiple of tp
     kv_heads              heads
     ffn_hidden            4 x hidden, or 8/3 x hidden up to a multiple of 256 if the MLP is gated
     vocab                 50304 (GPT-2's, padded), 32000 if the MLP is gated
@@ -39,9 +39,9 @@ GPT_OSS_WINDOW = 128
 DEEPSEEK_V3_LAYERS = 61
 
 # The playbook does not state dimensions. Its FLOPs per token (MFU x 989.5e12 / tokens per second per GPU: 9.66, 11.27, 25.67,
-# 28.09, 59.6, 455 and 512e9) are those of these shapes to 0.3 percent, with 4,096 tokens and a vocabulary of 131,072, embedding
-# and head both counted where they are two: 1B and 3B tie them unless there is a pipeline, which cannot; 80B has 8 key/value
-# heads in the runs without ZeRO, all heads in the others.
+# 28.09, 59.6, 455 and 512e9) match these shapes to 0.3 percent, with 4,096 tokens and a vocabulary of 131,072, embedding and
+# head counted separately if untied: 1B and 3B tie them unless there is a pipeline, which cannot; 80B has 8 key/value heads in
+# the runs without ZeRO, all heads in the others.
 _PLAYBOOK = {
     "1B": {"layers": 16, "hidden": 2048, "heads": 32, "kv_heads": 32, "ffn_hidden": 8192},
     "3B": {"layers": 28, "hidden": 3072, "heads": 24, "kv_heads": 24, "ffn_hidden": 8192},
@@ -53,22 +53,22 @@ _PLAYBOOK_TIES = ("1B", "3B")
 
 
 class UnrepresentableError(ValueError):
-    """A row that the planner cannot describe; the text says why."""
+    """A row that the planner cannot represent; the text gives the reason."""
 
 
 class UnrunnableError(UnrepresentableError):
-    """A row that no trainer can run as it stands: its prediction is that it does not."""
+    """A row that no framework can run as given: the prediction is that it does not run."""
 
 
 GPT_OSS_PARTS = {
     name: getattr(PRESETS["gpt-oss-20b"], name)
     for name in ("hidden_act", "attention_sinks", "qkv_bias", "mlp_bias", "attention_output_bias")
 }
-"""Sinks beside attention's scores, biases of its projections, its experts and its router, and a clamped SwiGLU."""
+"""Attention sinks, biases of its projections, experts and router, and a clamped SwiGLU."""
 
 
 def fill_playbook(config: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
-    """A row of the playbook's scan with the dimensions its model was found to have, and what was assumed."""
+    """A row of the playbook's scan with the dimensions found for its model, and the assumptions made."""
     known = _PLAYBOOK.get(config.model.strip().upper())
     if known is None or config.hidden is not None:
         return config, ()
@@ -86,7 +86,7 @@ def fill_playbook(config: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
 
 
 def model_of(config: RunConfig, *, predicts_further: bool = False) -> tuple[Model, tuple[str, ...]]:
-    """The row's model and what had to be assumed. `predicts_further`: its program trains DeepSeek-V3's multi-token prediction.
+    """The row's model, and the assumptions made. `predicts_further`: its program trains DeepSeek-V3's multi-token prediction.
 
     Raises UnrepresentableError.
     """
@@ -124,7 +124,7 @@ def model_of(config: RunConfig, *, predicts_further: bool = False) -> tuple[Mode
 
 @lru_cache(maxsize=512)
 def named_preset(name: str) -> Model | None:
-    """The preset that a published name means: case, spaces, underscores and notes in brackets do not matter."""
+    """Preset for a published name: case, spaces, underscores and notes in brackets are ignored."""
     key = re.sub(r"\(.*?\)", "", name).strip().lower().replace(" ", "-").replace("_", "-")
     key = re.sub(r"^(meta-|the-)", "", key)
     for candidate in (key, normal_name(key), key.replace("llama-3.0", "llama-3")):
@@ -136,7 +136,7 @@ def named_preset(name: str) -> Model | None:
 
 @lru_cache(maxsize=512)
 def _preset_of_size(name: str) -> Model | None:
-    """The dense Llama-like preset nearest to the number of parameters in a name."""
+    """Dense Llama-like preset nearest to the number of parameters in a name."""
     match = _SIZE.search(name)
     if match is None:
         return None
@@ -173,7 +173,7 @@ def _usual_vocab(gated: bool) -> int:
 def _heads(hidden: int, head_dim: int | None, tp: int) -> int:
     if head_dim:
         return max(1, hidden // head_dim)
-    widths = [width for width in range(2, 4 * USUAL_HEAD_DIM + 1, 2) if hidden % width == 0]  # halves turn: even
+    widths = [width for width in range(2, 4 * USUAL_HEAD_DIM + 1, 2) if hidden % width == 0]  # RoPE rotates halves: even
     dividing = [width for width in widths if hidden // width % tp == 0] or widths or [hidden]
     return hidden // min(dividing, key=lambda width: abs(math.log(width / USUAL_HEAD_DIM)))
 
@@ -187,7 +187,7 @@ def _head_dim(config: RunConfig, shape: Model | None, hidden: int, heads: int) -
 def _ffn(config: RunConfig, shape: Model | None, hidden: int, gated: bool, assumed: list[str]) -> int:
     if config.ffn_hidden:
         return config.ffn_hidden
-    if config.experts:  # every layer has experts: the dense width is read by nobody
+    if config.experts:  # every layer has experts: the dense width is unused
         return config.expert_ffn or hidden
     if shape is not None:
         return shape.intermediate_size
@@ -202,7 +202,7 @@ def _tied(config: RunConfig, shape: Model | None, gated: bool) -> bool:
 
 
 def _style(config: RunConfig, gated: bool) -> dict:
-    """Norms and positions, by family: what they cost is small, what they keep is not nothing."""
+    """Norms and positions, by family: their cost is small, their memory is not."""
     style: dict = {"gated_mlp": gated}
     if not gated:
         style["norm"] = "layernorm"
@@ -245,7 +245,7 @@ def _experts(config: RunConfig, shape: Model | None, predicts_further: bool, ass
         "shared_expert_intermediate_size": config.shared_expert_ffn or 0,
         "first_k_dense_replace": min(config.dense_layers or 0, config.layers or 0),
     }
-    if shape is not None and shape.n_group > 1 and shape.num_experts == config.experts:  # no column says how tokens are limited
+    if shape is not None and shape.n_group > 1 and shape.num_experts == config.experts:  # no column has the node limit
         fields |= {name: getattr(shape, name) for name in ("n_group", "topk_group", "topk_method")}
     if predicts_further and "deepseek-v3" in config.model.lower() and config.layers == DEEPSEEK_V3_LAYERS:
         fields["num_nextn_predict_layers"] = 1

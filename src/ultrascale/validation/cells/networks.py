@@ -1,18 +1,18 @@
-"""The cluster of a measured run: from the name of its GPU and what the row says of its network.
+"""The cluster of a measured run: from the name of its GPU and the network cells of the row.
 
-The machine is the one that the row's `machine` names, else its GPU's usual one (`catalogue.machines`); `network` names the
-kind of network (`catalogue.network`), `interconnect` its links, such as `8x HDR 200 Gb/s per node; NVLink in node`; blank, they
-are the machine's. A rack with one fast network inside (GB200 NVL72) counts as one node even where the row counts its trays of
-four: what matters is who shares the fast links.
+The machine is given by the row's `machine`, else it is the usual one of its GPU (`catalogue.machines`); `network` names the
+type of network (`catalogue.network`), `interconnect` its links, such as `8x HDR 200 Gb/s per node; NVLink in node`; if blank,
+they are the machine's. A rack with one fast network inside (GB200 NVL72) counts as one node even if the row counts its trays of
+four: what matters is which ranks share the fast links.
 
-A clause of `interconnect` between commas says one rate, inside a node (of a GPU) or between nodes:
+A clause of `interconnect` between commas gives one rate, inside a node (per GPU) or between nodes:
 
     per node, server, in total          of all cards together
-    8x HDR 200 Gb/s, 200 Gb/s x 4       so many cards
-    per GPU, card, NIC; NDR 400 Gb/s    of one of the node's cards: InfiniBand's and RoCE's speeds are those of cards
-    EFA 3200 Gb/s; 800 Gb/s             of all together: clouds tell machines
-    busbw 340 GB/s, measured            what large collectives reach, of whatever the cards could
-    NVLink 900 GB/s                     both directions, where that is twice what the link has in one
+    8x HDR 200 Gb/s, 200 Gb/s x 4       number of cards, and the rate of each
+    per GPU, card, NIC; NDR 400 Gb/s    of one of the node's cards: InfiniBand and RoCE speeds are per card
+    EFA 3200 Gb/s; 800 Gb/s             of all together: clouds state the rate of a machine
+    busbw 340 GB/s, measured            achieved by large collectives
+    NVLink 900 GB/s                     both directions, if it is twice the link's rate in one
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ _RATE = re.compile(
     re.IGNORECASE,
 )
 _COUNTED = re.compile(rf"\b(?P<front>\d+)\s*[x\u00d7]\s*{_WORDS}(?P<rate>25|40|50|56|100|200|400|800)\b", re.IGNORECASE)
-"""Cards without a unit, such as 4x400: gigabits, as cards are sold."""
+"""Number of cards with a rate without a unit, such as 4x400: gigabits, as cards are sold."""
 _INSIDE = re.compile(r"intra-?node|in-?side|in node|within|nvlink|nvswitch|pcie", re.IGNORECASE)
 _MEASURED = re.compile(r"measured|achiev|bus-?\s?bw|bus (?:bandwidth|rate)|nccl-?tests", re.IGNORECASE)
 _OF_NODE = re.compile(r"per (?:node|server|machine|host|box)|/node|in total|aggregate|altogether", re.IGNORECASE)
 _OF_CARD = re.compile(r"per (?:gpu|accelerator|card|nic|hca|port|rail)|/(?:gpu|nic|card)", re.IGNORECASE)
 _CARD_SPEEDS = re.compile(r"\b(?:[EFHNX]DR|InfiniBand|IB|RoCE|ConnectX|CX-?\d)", re.IGNORECASE)
 FASTEST_CARD = 100e9
-"""Bytes per second: 800 Gb/s; more is a machine's."""
+"""Bytes per second, 800 Gb/s: a higher rate is a machine's."""
 
 
 def with_links(node: Node, text: str) -> tuple[Node, bool]:
-    """`node` with the links that `text` names, and whether it names the network between nodes."""
+    """`node` with the links that `text` names, and true if it names the network between nodes."""
     between: Link | None = None
     cards: int | None = None
     for clause in re.split(r"[;,]", re.sub(r"\bIB\b", "InfiniBand", re.sub(r"\([^)]*\)", "", text))):
@@ -82,7 +82,7 @@ def _is_of_a_card(clause: str, rate: float) -> bool:
 
 
 def _cards(node: Node, clause: str) -> int:
-    """Cards of a node: one a GPU where the rate is a GPU's, else as many as such machines have."""
+    """Number of cards of a node: one per GPU if the rate is per GPU, else the usual number of such machines."""
     of_gpu = re.search(r"per (?:gpu|accelerator)|/gpu", clause, re.IGNORECASE)
     return node.num_accelerators if of_gpu else node.num_network_cards or node.num_accelerators
 
@@ -90,7 +90,7 @@ def _cards(node: Node, clause: str) -> int:
 def _inside(node: Node, clause: str, rate: Sourced) -> Link:
     usual = node.intra_link
     if _MEASURED.search(clause):
-        # Laws start from the nominal rate: the one at which the usual link would reach what was measured.
+        # Laws start from the nominal rate: the rate at which the usual link would reach the measured one.
         reached = usual.achieved_bytes_per_second if usual else None
         share = reached.value / usual.bytes_per_second.value if usual and reached else USUAL_REACH
         return Link(usual.name if usual else clause.strip(), replace(rate, value=rate.value / share), rate)
@@ -99,7 +99,7 @@ def _inside(node: Node, clause: str, rate: Sourced) -> Link:
 
 
 USUAL_REACH = 0.8
-"""Fraction of a link's nominal rate that large all-gathers reach where nobody measured it (NVLink 3 to 5: 0.70 to 0.85)."""
+"""Fraction of a link's nominal rate that large all-gathers reach, if not measured (NVLink 3 to 5: 0.70 to 0.85)."""
 
 
 USUAL_GPU = "h100-sxm"
@@ -107,7 +107,7 @@ USUAL_GPU = "h100-sxm"
 
 
 def cluster_of(config: RunConfig, num_gpus: int) -> tuple[Cluster, tuple[str, ...]]:
-    """The row's machines and what had to be assumed. Raises UnrepresentableError for a GPU nobody described."""
+    """The row's machines, and the assumptions made. Raises UnrepresentableError for an unknown GPU."""
     name, assumed = _accelerator(config)
     usual = _machine(config, name)
     node, says_network = with_links(using(usual, _per_node(config, usual, num_gpus)), config.interconnect)
@@ -130,7 +130,7 @@ def _accelerator(config: RunConfig) -> tuple[str, tuple[str, ...]]:
 
 
 def _machine(config: RunConfig, accelerator: str) -> Node:
-    """The machine the row names; the usual one of its accelerator where it names none."""
+    """The machine that the row names; else the usual one of its accelerator."""
     if not config.machine:
         return NODES[USUAL_NODE[accelerator]]
     name = ALIASES.get(config.machine, config.machine)
@@ -142,7 +142,7 @@ def _machine(config: RunConfig, accelerator: str) -> Node:
 
 
 def _kind(network: str) -> str:
-    """The name of a kind of networks. Raises UnrepresentableError if there is none of that name."""
+    """Name of a type of network. Raises UnrepresentableError if it is unknown."""
     for kind in KINDS:
         if kind.name.lower() == network.lower():
             return kind.name

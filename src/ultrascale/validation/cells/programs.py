@@ -1,8 +1,8 @@
-"""The program of a measured run: which stack its `framework` names, and the settings that its cells state.
+"""The program of a measured run: the stack that its `framework` names, and the settings that its cells state.
 
-Nothing here knows a source, a year or a release: a stack's file says what its program does (`catalogue/stacks`), the row's own
-cells say what was different (`compile`, `flash_attention`, `stack.KEY`), and what neither says and differs between runs
-(`usual`) is open. What a source's text states and no cell of its rows holds is in `stated.toml`, as cells.
+Nothing here depends on a source, a year or a release: a stack's file describes its program (`catalogue/stacks`), the row's own
+cells give differences (`compile`, `flash_attention`, `stack.KEY`), and settings that neither states and that differ between
+runs (`usual`) are open. Statements in a source's text outside the cells are in `stated.toml`, as cells.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from ultrascale.validation.cells.models import UnrepresentableError
 from ultrascale.validation.rows import RunConfig
 
 WITH_AXES, WITHOUT_AXES = "eager", "torchtitan"
-"""Stand-ins for an unknown program: with tensor or pipeline parallelism, and without."""
+"""Substitutes for an unknown program: with tensor or pipeline parallelism, and without."""
 UNFUSED = {"kernels.norm": False, "kernels.rotary": False, "kernels.swiglu": False, "kernels.cross_entropy": "eager"}
-"""Norms, rotary positions, SwiGLU and the loss as torch's own operations: what a program of FSDP2 is that does not compile."""
+"""Norms, RoPE, SwiGLU and the loss as torch's own operations: a program of FSDP2 without torch.compile."""
 LIMITED_POWER = 0.75
-"""Fraction of a device's power, where it is said to be limited and not to what: an assumption, reported with the prediction."""
+"""Fraction of a device's power if it is limited to an unknown value: an assumption, reported with the prediction."""
 _SCALINGS = {"row": "row", "tensor": "tensor", "current": "tensor", "delayed": "delayed"}
-"""Words of a precision, and what has a scale of its own then (`Kernels.fp8_scaling`)."""
+"""Words for a precision, and the resulting granularity of scales (`Kernels.fp8_scaling`)."""
 _SELECTIVE = (
     ("save_dot", "wide-products"), ("norm", "elementwise"), ("moe_act", "elementwise"), ("mla_up_proj", "elementwise"),
     ("core", "attention"),
 )  # fmt: skip
-"""Words of `recompute_detail`, and what is computed again."""
+"""Words of `recompute_detail`, and the recomputation that they mean."""
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """All numbers of the time model that come from whole runs, to try others than those in the code."""
+    """All numbers of the time model that are fitted to whole runs, so that others can be tried."""
 
     constants: Constants = CONSTANTS
     shared: Mapping[str, float] = field(default_factory=dict)
-    """Values of settings that several stacks share, by the name that stacks' files give them (`shared = "eager launches"`)."""
+    """Values of settings that several stacks share, by their name in the stacks' files (`shared = "eager launches"`)."""
     without: frozenset[str] = frozenset()
-    """Sources of which nothing may be known: neither what is stated of them nor stacks that only they judge."""
+    """Sources to exclude: neither their statements nor stacks that only they validate are used."""
 
 
 TUNING = Tuning()
@@ -51,17 +51,17 @@ TUNING = Tuning()
 
 @dataclass(frozen=True)
 class Program:
-    """The program that a row may mean."""
+    """The program that a row may refer to."""
 
     stacks: tuple[Stack, ...]
-    """One; several where settings are open."""
+    """One stack; several if settings are open."""
     usual: Usual
     open_settings: tuple[str, ...]
     assumed: tuple[str, ...]
 
 
 def program_of_row(config: RunConfig, tuning: Tuning = TUNING) -> Program:
-    """The row's program. Raises UnrepresentableError for a stack or setting that does not exist."""
+    """The row's program. Raises UnrepresentableError for an unknown stack or setting."""
     assumed: list[str] = []
     file = stack_file(_name(config, tuning, assumed))
     shared = {key: tuning.shared[name] for key, name in file.shared.items() if name in tuning.shared}
@@ -109,13 +109,13 @@ def _of_cells(config: RunConfig, stack: Stack, power_exponent: float, assumed: l
     detail = config.recompute_detail.lower()
     settings |= next(({"selective": modules} for word, modules in _SELECTIVE if word in detail), {})
     if re.search(r"power.?(?:limited|capped)", config.gpu, re.IGNORECASE):
-        settings["overheads.products"] = stack.overheads.products * LIMITED_POWER**-power_exponent  # and with them attention
+        settings["overheads.products"] = stack.overheads.products * LIMITED_POWER**-power_exponent  # attention too
         assumed.append("three quarters of its power, as the GPU is said to be limited")
     return settings
 
 
 def stated_cells(config: RunConfig, stated: Mapping[str, Any]) -> RunConfig:
-    """The row with cells that its source states elsewhere; a row's own cells win."""
+    """The row with cells that its source states elsewhere; the row's own cells take precedence."""
     row_settings = dict(config.settings)
     settings = {key.removeprefix("stack."): value for key, value in stated.items() if key.startswith("stack.")}
     cells = {key: value for key, value in stated.items() if not key.startswith("stack.") and not getattr(config, key)}

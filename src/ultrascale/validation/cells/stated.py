@@ -1,13 +1,12 @@
-"""Statements of measured runs' sources that stand in their text and in no cell of their rows: read from `stated.toml`, as
-cells.
+"""Statements about measured runs in their sources' text, outside the cells of their rows: read from `stated.toml`, as cells.
 
     [[stated]]
-    source_key = "megatron-sc21"        whose rows
-    when = { framework = "Megatron-LM" }   of them those whose cells hold this text, or are not blank (true)
-    cells = { stack = "megatron-2022" } cells of theirs that are blank
-    from = "where it says so"
+    source_key = "megatron-sc21"        source of the rows
+    when = { framework = "Megatron-LM" }   condition on cells: contain this text, or are not blank (true)
+    cells = { stack = "megatron-2022" } values of blank cells
+    from = "place of the statement"
 
-Judged without a source, its entries are left out with it.
+If a source is excluded, so are its entries.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from ultrascale.validation.cells.programs import Tuning, stated_cells
 from ultrascale.validation.rows import RunConfig
 
 SCAN = "playbook"
-"""The source of rows in the form of the playbook's scan."""
+"""Source of rows in the form of the playbook's scan."""
 
 
 def with_stated(config: RunConfig, tuning: Tuning) -> tuple[RunConfig, tuple[str, ...]]:
-    """The row with what its source states of it, and where."""
+    """The row with its source's statements, and where they are made."""
     statements: list[str] = []
     key = source_of(config)
     if key in tuning.without:
@@ -39,7 +38,7 @@ def with_stated(config: RunConfig, tuning: Tuning) -> tuple[RunConfig, tuple[str
 
 
 def source_of(config: RunConfig) -> str:
-    """The name that a row's source has here."""
+    """Name of a row's source."""
     return SCAN if config.is_playbook else config.source_key or config.framework or "unnamed"
 
 
