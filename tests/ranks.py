@@ -31,6 +31,7 @@ import torch._dynamo  # FSDP2 and optimizers load it at first use: seconds, here
 import torch.distributed as dist
 import torch.distributed.fsdp
 
+from ultrascale.gloo_threads import gloo_threads_as_batch
 from ultrascale.launch.forked import (
     AMID_LOOKUP,
     forks_compute,
@@ -136,13 +137,14 @@ def _rank_main(
     torch.set_num_threads(1)
     torch.manual_seed(0)
     try:
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{store}",
-            rank=rank,
-            world_size=world,
-            timeout=timedelta(seconds=timeout_seconds),
-        )
+        with gloo_threads_as_batch():
+            dist.init_process_group(
+                "gloo",
+                init_method=f"file://{store}",
+                rank=rank,
+                world_size=world,
+                timeout=timedelta(seconds=timeout_seconds),
+            )
         outcome = (True, fn(rank, *arguments))
     except BaseException as error:
         outcome = (False, type(error).__name__, traceback.format_exc())

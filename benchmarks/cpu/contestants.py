@@ -12,6 +12,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from math import prod
 from pathlib import Path
 
@@ -175,16 +176,19 @@ def hf_trainer(pace: Pace, folder: Path, *, bf16: bool) -> None:
     Trainer(model=model, args=options, train_dataset=Windows(), callbacks=[Ticking()]).train()
 
 
-def ours(pace: Pace, folder: Path, *, bf16: bool, compiled: bool = False, **cut: int) -> None:
+def ours(pace: Pace, folder: Path, *, bf16: bool, compiled: bool = False, gloo_as_it_is: bool = False, **cut: int) -> None:
     """Ultrascale's own step, in as many processes as were started, on token files that its loader reads. `cut`: fields of the
-    layout; processes that other axes leave are data parallel."""
+    layout; processes that other axes leave are data parallel. `gloo_as_it_is`: its event loops preempt like any thread."""
     from ultrascale.data.loader import Loader
     from ultrascale.description.architecture.model import Model
     from ultrascale.description.layout import Layout
     from ultrascale.description.run import Batch, Checkpoint, Data, Log, Run, Source
+    from ultrascale.parallel import mesh
     from ultrascale.parallel.mesh import process_group
     from ultrascale.train.trainer import Trainer
 
+    if gloo_as_it_is:
+        mesh.gloo_threads_as_batch = nullcontext
     world = int(os.environ.get("WORLD_SIZE", "1"))
     dp = world // prod(cut.get(axis, 1) for axis in ("tp", "cp", "pp"))
     micro_batch_size = cut.pop("micro_batch_size", SEQUENCES // dp)
@@ -203,6 +207,8 @@ def ours(pace: Pace, folder: Path, *, bf16: bool, compiled: bool = False, **cut:
 
 AXES: dict[str, dict[str, object]] = {"dp2": {}, "tp2": {"tp": 2}, "pp2": {"pp": 2, "micro_batch_size": 2}, "cp2": {"cp": 2}}
 """Two processes, by what they cut; pp2 is 1F1B with four micro-batches."""
+CROWDED: dict[str, dict[str, object]] = {"dp4": {"zero_stage": 3}, "tp4": {"tp": 4}, "pp4": {"pp": 4, "micro_batch_size": 2}}
+"""Four processes, more than a laptop of two cores has processors."""
 CONTESTANTS: dict[str, tuple[int, Callable[..., None], dict[str, object]]] = {}
 """name -> number of processes, function, its options."""
 for precision in ("fp32", "bf16"):
@@ -221,6 +227,11 @@ for precision in ("fp32", "bf16"):
         CONTESTANTS |= {
             f"ours {axis} eager {precision}": (2, ours, {**kind, **cut}),
             f"ours {axis} compiled {precision}": (2, ours, {**kind, **cut, "compiled": True}),
+        }
+    for axis, cut in CROWDED.items():
+        CONTESTANTS |= {
+            f"ours {axis} eager {precision}": (4, ours, {**kind, **cut}),
+            f"ours {axis} gloo as it is {precision}": (4, ours, {**kind, **cut, "gloo_as_it_is": True}),
         }
     CONTESTANTS[f"DTensor tp2 {precision}"] = (2, dtensor, kind)
     CONTESTANTS[f"ours pp2 torch's runtime {precision}"] = (2, ours, {**kind, **AXES["pp2"], "pipeline_runtime": "torch"})

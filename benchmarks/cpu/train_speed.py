@@ -26,7 +26,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from contestants import AXES, CONTESTANTS, write_tokens
+from contestants import AXES, CONTESTANTS, CROWDED, write_tokens
 from plain_llama import SEQUENCE, SEQUENCES
 
 HERE = Path(__file__).parent
@@ -35,6 +35,7 @@ PEER = {
     "ours x2 ZeRO 0": "DDP x2", "ours x2 ZeRO 3": "DDP x2",
     **{f"ours {axis} {kind}": "plain eager" for axis in AXES for kind in ("eager", "compiled")},
     "ours pp2 torch's runtime": "ours pp2 eager", "DTensor tp2": "ours tp2 eager",
+    **{f"ours {axis} eager": f"ours {axis} gloo as it is" for axis in CROWDED},
 }  # fmt: skip
 """Whom each contestant is compared with, at the same precision."""
 PICOTRON = {f"picotron {axis} fp32" for axis in AXES}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -270,3 +272,16 @@ def test_stages_without_blocks_under_tp_and_cp_give_the_gradients_of_one_process
     cases = [proof(wide, pp=2, layers_per_stage=(0, 3), **axis) for axis in ({"tp": 2}, {"cp": 2})]
     cases += [proof(wide, pp=2, layers_per_stage=layers, tp=2) for layers in ((1, 2), (3, 0))]
     assert [(one.case, one.beyond) for one in prove_all(cases, steps=2) if not one.holds] == []
+
+
+def policies_of_threads(rank: int, layout: Layout) -> tuple[int, list[int]]:
+    Mesh(TIED, layout, ranks_of(layout, rank))
+    return os.sched_getscheduler(0), [os.sched_getscheduler(int(thread)) for thread in os.listdir("/proc/self/task")]
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="batch scheduling is Linux's")
+def test_threads_of_gloo_do_not_preempt_what_computes():
+    for own, policies in run_ranks(4, policies_of_threads, Layout(dp=2, tp=2)):
+        assert own == os.SCHED_OTHER
+        assert policies.count(os.SCHED_BATCH) >= 3 * 2  # of all ranks, of data and of tp: an event loop, and who waits for it
+        assert policies.count(os.SCHED_OTHER) <= 2  # this one, and one that looked up a name

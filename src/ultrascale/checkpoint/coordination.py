@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from ultrascale.checkpoint.errors import CheckpointError, LostContactError, UnknownVersionError
 from ultrascale.contact import meaning_of, names
+from ultrascale.gloo_threads import gloo_threads_as_batch
 
 T = TypeVar("T")
 MAX_SHOWN = 8
@@ -126,7 +127,8 @@ def coordinating(process_group: dist.ProcessGroup | None, *, always_new_group: b
         yield Coordinator(group)
         return
     ranks = dist.get_process_group_ranks(group)
-    gloo_group = dist.new_group(ranks, backend="gloo", timeout=SLOW_DISK_TIMEOUT, use_local_synchronization=True)
+    with gloo_threads_as_batch():
+        gloo_group = dist.new_group(ranks, backend="gloo", timeout=SLOW_DISK_TIMEOUT, use_local_synchronization=True)
     assert isinstance(gloo_group, dist.ProcessGroup)  # This rank is one of `ranks`.
     try:
         yield Coordinator(gloo_group)

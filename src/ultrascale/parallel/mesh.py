@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
@@ -22,6 +22,7 @@ from ultrascale.description.layout import Layout
 from ultrascale.description.problems import mistake
 from ultrascale.description.rank_environment import env_rank, env_world_size, expect_rank_environment
 from ultrascale.description.units import count_of
+from ultrascale.gloo_threads import gloo_threads_as_batch
 from ultrascale.kernels.choice.device_kind import kind_of
 from ultrascale.parallel.arrival import meet
 from ultrascale.parallel.groups import copies_axis, groups_of, warm_up
@@ -222,9 +223,10 @@ class Mesh:
     def _make(self, ranks: range, backend: str | None, timeout: timedelta | None, name: str) -> dist.ProcessGroup:
         group = dist.group.WORLD
         if len(ranks) < self.layout.world_size or backend is not None:
-            group = dist.new_group(
-                list(ranks), timeout=timeout, backend=backend, use_local_synchronization=True, group_desc=name
-            )
+            with gloo_threads_as_batch() if backend is None else nullcontext():
+                group = dist.new_group(
+                    list(ranks), timeout=timeout, backend=backend, use_local_synchronization=True, group_desc=name
+                )
         assert isinstance(group, dist.ProcessGroup)
         return group
 
@@ -242,10 +244,12 @@ class Mesh:
 
 def _join(device: torch.device, timeout: timedelta, store: Store, rank: int, world: int) -> None:
     backend = "nccl" if device.type == "cuda" else "gloo"  # CPUs communicate in a separate group, `Ranks.host_group`
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+    with gloo_threads_as_batch() if backend == "gloo" else nullcontext():
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
 
 
 def _host_group(timeout: timedelta) -> dist.ProcessGroup:
-    group = dist.new_group(backend="gloo", timeout=timeout)
+    with gloo_threads_as_batch():
+        group = dist.new_group(backend="gloo", timeout=timeout)
     assert isinstance(group, dist.ProcessGroup)
     return group

@@ -12,6 +12,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from statistics import median
 from typing import Any
 
@@ -23,6 +24,7 @@ from ultrascale.catalogue.cluster import Cluster, parse_cluster
 from ultrascale.catalogue.machines import NODES, USUAL_NODE
 from ultrascale.description.problems import SpecError, mistake
 from ultrascale.description.units import format_bytes
+from ultrascale.gloo_threads import gloo_threads_as_batch
 from ultrascale.measure.machine.ceilings import device_name, this_gpu
 from ultrascale.measure.machine.timed import Timed
 from ultrascale.parallel.mesh import Ranks
@@ -142,7 +144,8 @@ def _group_of_this_rank(ranks: Ranks, size: int, stride: int) -> dist.ProcessGro
     ranks."""
     first = ranks.rank // (size * stride) * size * stride + ranks.rank % stride
     members = [first + place * stride for place in range(size)]
-    group = dist.new_group(members, timeout=ranks.timeout, use_local_synchronization=True, group_desc=f"{size}:{stride}")
+    with gloo_threads_as_batch() if ranks.device.type == "cpu" else nullcontext():
+        group = dist.new_group(members, timeout=ranks.timeout, use_local_synchronization=True, group_desc=f"{size}:{stride}")
     assert isinstance(group, dist.ProcessGroup)
     return group
 
