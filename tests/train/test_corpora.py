@@ -83,7 +83,9 @@ def test_data_cut_short_under_a_run_ends_it_with_the_file_s_name_and_not_by_sigb
 
 
 def test_a_vocabulary_far_larger_than_the_tokenizer_s_is_noted_once_with_both_numbers_and_the_keys(run, home):
-    ids = build_loader(run, run.data.sources).corpora[0].tokenizer.vocab_size
+    tokenizer = build_loader(run, run.data.sources).corpora[0].tokenizer
+    assert tokenizer is not None
+    ids = tokenizer.vocab_size
     wide = replace(run, name="wide", model=replace(MODEL, vocab_size=8 * ids), layout=Layout(dp=2), steps=2)
     train_ranks(wide)
     note = f"note: model.vocab_size = {8 * ids}, and the tokenizer of data.sources has {ids} ids: {7 * ids:,} rows of"
@@ -94,9 +96,12 @@ def test_a_vocabulary_far_larger_than_the_tokenizer_s_is_noted_once_with_both_nu
 def test_a_vocabulary_padded_to_a_multiple_is_not_noted(run):
     loader = build_loader(run, run.data.sources)
     (corpus,) = loader.corpora
+    manifest = corpus.manifest
+    assert manifest is not None and manifest.tokenizer is not None
+    tokenizer = manifest.tokenizer
 
     def notes(ids: int, rows: int, tp: int = 1) -> int:
-        corpus.manifest = replace(corpus.manifest, tokenizer=replace(corpus.manifest.tokenizer, vocab_size=ids))
+        corpus.manifest = replace(manifest, tokenizer=replace(tokenizer, vocab_size=ids))
         return len(vocabulary_notes(replace(run, model=replace(MODEL, vocab_size=rows), layout=Layout(tp=tp)), loader))
 
     padded = [(50257, 50304), (50257, 51200), (151_643, 152_064), (128_000, 129_280), (257, 384), (300, 300)]
