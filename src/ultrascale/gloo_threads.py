@@ -5,7 +5,7 @@ processors, another rank's event loop, woken by that very message, preempts the 
 time slice: a third of all CPU time where four ranks prove a small layout on two cores. As batch work (sched(7)) it waits for
 the end of the slice instead, and still starts at once on a processor that is free.
 
-    python benchmarks/cpu/train_speed.py --only "dp4" "tp4" "pp4" --rounds 5 --steps 3
+    python benchmarks/cpu/train_speed.py --only "4 eager fp32" "as it is fp32" --rounds 5 --steps 3
 """
 
 from __future__ import annotations
