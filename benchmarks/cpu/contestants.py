@@ -209,6 +209,8 @@ AXES: dict[str, dict[str, object]] = {"dp2": {}, "tp2": {"tp": 2}, "pp2": {"pp":
 """Two processes, by what they cut; pp2 is 1F1B with four micro-batches."""
 CROWDED: dict[str, dict[str, object]] = {"dp4": {"zero_stage": 3}, "tp4": {"tp": 4}, "pp4": {"pp": 4, "micro_batch_size": 2}}
 """Four processes, more than a laptop of two cores has processors."""
+AS_IT_IS = "gloo as it is"
+"""In the name of a contestant whose gloo threads preempt like any other."""
 CONTESTANTS: dict[str, tuple[int, Callable[..., None], dict[str, object]]] = {}
 """name -> number of processes, function, its options."""
 for precision in ("fp32", "bf16"):
@@ -228,13 +230,12 @@ for precision in ("fp32", "bf16"):
             f"ours {axis} eager {precision}": (2, ours, {**kind, **cut}),
             f"ours {axis} compiled {precision}": (2, ours, {**kind, **cut, "compiled": True}),
         }
-    for axis, cut in CROWDED.items():
-        CONTESTANTS |= {
-            f"ours {axis} eager {precision}": (4, ours, {**kind, **cut}),
-            f"ours {axis} gloo as it is {precision}": (4, ours, {**kind, **cut, "gloo_as_it_is": True}),
-        }
     CONTESTANTS[f"DTensor tp2 {precision}"] = (2, dtensor, kind)
     CONTESTANTS[f"ours pp2 torch's runtime {precision}"] = (2, ours, {**kind, **AXES["pp2"], "pipeline_runtime": "torch"})
+for axis, cut in (AXES | CROWDED).items():
+    world = 2 if axis in AXES else 4
+    CONTESTANTS[f"ours {axis} eager fp32"] = (world, ours, {"bf16": False, **cut})
+    CONTESTANTS[f"ours {axis} {AS_IT_IS} fp32"] = (world, ours, {"bf16": False, **cut, "gloo_as_it_is": True})
 
 
 def main() -> None:

@@ -6,7 +6,8 @@ A small Llama (hidden 256, ffn 768, 4 layers, 4 heads, sequence 256, vocabulary 
 contestants are alive at once, one thread a process, and take turns: a round is one untimed and `--steps` timed steps of each.
 Reported are tokens/s; tokens per CPU-second, user + system over all processes of the contestant (steadier on a noisy machine);
 the median of the rounds' ratios to the named peer; and the peak resident memory of all its processes. The spread is given as
-lowest to highest. With a checkout of picotron its axes compete too, and ours are compared with them.
+lowest to highest. Four processes, and gloo's threads as they are, compete where `--only` names them ("4 eager fp32" "as it is
+fp32"). With a checkout of picotron its axes compete too, and ours are compared with them.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from contestants import AXES, CONTESTANTS, CROWDED, write_tokens
+from contestants import AS_IT_IS, AXES, CONTESTANTS, CROWDED, write_tokens
 from plain_llama import SEQUENCE, SEQUENCES
 
 HERE = Path(__file__).parent
@@ -35,7 +36,8 @@ PEER = {
     "ours x2 ZeRO 0": "DDP x2", "ours x2 ZeRO 3": "DDP x2",
     **{f"ours {axis} {kind}": "plain eager" for axis in AXES for kind in ("eager", "compiled")},
     "ours pp2 torch's runtime": "ours pp2 eager", "DTensor tp2": "ours tp2 eager",
-    **{f"ours {axis} eager": f"ours {axis} gloo as it is" for axis in CROWDED},
+    **{f"ours {axis} eager": f"ours {axis} {AS_IT_IS}" for axis in CROWDED},
+    **{f"ours {axis} {AS_IT_IS}": f"ours {axis} eager" for axis in AXES},
 }  # fmt: skip
 """Whom each contestant is compared with, at the same precision."""
 PICOTRON = {f"picotron {axis} fp32" for axis in AXES}
@@ -222,7 +224,9 @@ def main() -> int:
         if not (arguments.picotron / "picotron" / "model.py").is_file():
             parser.error(f"{arguments.picotron} is no checkout of picotron: it has no picotron/model.py")
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(arguments.picotron), os.environ.get("PYTHONPATH"))))
-    names = [name for name in all_names if any(text in name for text in arguments.only)]
+    asked_for = any("as it is" in text or text.startswith("4") for text in arguments.only)
+    apart = {name for name in all_names if AS_IT_IS in name or any(f" {axis} " in name for axis in CROWDED)}
+    names = [name for name in all_names if any(text in name for text in arguments.only) and (asked_for or name not in apart)]
     if not names:
         parser.error(f"no contestant's name contains {arguments.only}; they are: {', '.join(all_names)}")
     rows = summarise(compete(names, rounds=arguments.rounds, warmup=arguments.warmup, steps=arguments.steps))

@@ -47,6 +47,9 @@ def main() -> int:
     plans = sys.argv[1:2] == ["plan"]
     if plans:
         gc.disable()  # the process ends with its one answer: to look for cycles was 7 percent of a search
+    from ultrascale.garbage import collect_rarely
+
+    collect_rarely()
     from ultrascale.cli.main import main
 
     atexit.register(_handle, signal.SIG_IGN, instead_of=_leave)  # runs last: from there on the system would kill the process
@@ -57,8 +60,7 @@ def main() -> int:
 
             end_with_starter()
         code = main()
-        if plans:
-            gc.freeze()  # nor does Python look for them when it ends
+        gc.freeze()  # nor does Python look for them when it ends
         return code
     except KeyboardInterrupt:  # before or after the verb, which has told it otherwise
         return STOPPED

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,6 +24,7 @@ from ultrascale.check.prove import Case, prove_all
 from ultrascale.description.architecture.model import Model
 from ultrascale.description.layout import Layout
 from ultrascale.description.run import Batch, Optimizer, Run
+from ultrascale.gloo_threads import gloo_threads_as_batch
 from ultrascale.parallel.groups import borders_of, copies_of, groups_of
 from ultrascale.parallel.mesh import Mesh, Ranks
 from ultrascale.train.trainer import Trainer
@@ -275,12 +276,43 @@ def test_stages_without_blocks_under_tp_and_cp_give_the_gradients_of_one_process
 
 def policies_of_threads(rank: int, layout: Layout) -> tuple[int, list[int]]:
     Mesh(TIED, layout, ranks_of(layout, rank))
-    return os.sched_getscheduler(0), [os.sched_getscheduler(int(thread)) for thread in os.listdir("/proc/self/task")]
+    policies = []
+    for thread in os.listdir("/proc/self/task"):
+        with suppress(ProcessLookupError):  # it has ended
+            policies.append(os.sched_getscheduler(int(thread)))
+    return os.sched_getscheduler(0), policies
 
 
-@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="batch scheduling is Linux's")
+def can_be_batch() -> bool:
+    """True on Linux, where nothing forbids it and this process is not scheduled otherwise."""
+    with gloo_threads_as_batch():
+        return hasattr(os, "SCHED_BATCH") and os.sched_getscheduler(0) == os.SCHED_BATCH
+
+
+@pytest.mark.skipif(not can_be_batch(), reason="scheduling as batch work is Linux's, and may be forbidden")
 def test_threads_of_gloo_do_not_preempt_what_computes():
     for own, policies in run_ranks(4, policies_of_threads, Layout(dp=2, tp=2)):
         assert own == os.SCHED_OTHER
         assert policies.count(os.SCHED_BATCH) >= 3 * 2  # of all ranks, of data and of tp: an event loop, and who waits for it
         assert policies.count(os.SCHED_OTHER) <= 2  # this one, and one that looked up a name
+
+
+def test_where_scheduling_is_forbidden_groups_are_made_all_the_same(monkeypatch):
+    def refuse(*arguments: object) -> int:
+        raise PermissionError
+
+    for call in ("sched_getscheduler", "sched_setscheduler"):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, call, refuse)
+            with gloo_threads_as_batch():
+                pass
+
+
+@pytest.mark.skipif(not can_be_batch(), reason="scheduling as batch work is Linux's, and may be forbidden")
+def test_a_thread_has_its_policy_back_also_after_an_error_and_from_within():
+    with pytest.raises(ZeroDivisionError), gloo_threads_as_batch():
+        with gloo_threads_as_batch():
+            pass
+        assert os.sched_getscheduler(0) == os.SCHED_BATCH
+        raise ZeroDivisionError
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER

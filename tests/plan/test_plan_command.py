@@ -257,6 +257,12 @@ def test_a_plan_fits_the_width_of_the_terminal(monkeypatch, capsys) -> None:
         assert "each added GPU brings" in out and "20% faster" in out and "Left out" in out
 
 
+def test_a_memory_table_loses_no_words_at_80_columns(monkeypatch, capsys) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    main([*ISSUE, "--runnable"])
+    assert "\u2026" not in capsys.readouterr().out
+
+
 def test_a_plan_is_printed_as_the_flags_of_its_trainer(capsys) -> None:
     assert main([*ISSUE, "--stack", "megatron", "--print-flags"]) == 0
     out = capsys.readouterr().out

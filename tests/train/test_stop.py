@@ -240,7 +240,9 @@ def test_what_decides_a_run_cannot_change_on_the_way_unless_asked_for(home, chan
 
 
 @pytest.mark.parametrize("allow_changes", [False, True])
-@pytest.mark.parametrize("change", [{"vocab_size": 62}, {"num_hidden_layers": 3}])
+@pytest.mark.parametrize(
+    "change", [{"vocab_size": 62}, {"num_hidden_layers": 3}, {"intermediate_size": 40}, {"qkv_bias": True}]
+)
 def test_shapes_of_weights_cannot_change_on_the_way_and_no_flag_that_would_not_help_is_named(home, change, allow_changes):
     run = small_run(home)
     train_here(run, before_step=stop_at(4))
@@ -248,7 +250,7 @@ def test_shapes_of_weights_cannot_change_on_the_way_and_no_flag_that_would_not_h
         train_here(replace(run, model=replace(run.model, **change)), allow_changes=allow_changes)
     (problem,) = caught.value.problems
     assert problem.key == f"model.{next(iter(change))}"
-    assert problem.remedy == "Set it back, or start another run with --name: the saved weights have other shapes."
+    assert problem.remedy == "Set it back, or start another run with --name: the saved weights do not fit."
 
 
 @pytest.mark.catalogue(43)

@@ -26,6 +26,7 @@ from torch.nn.functional import pad
 from ultrascale import heartbeat
 from ultrascale.contact import meaning_of
 from ultrascale.description.sections.islands import Wire, piece_of
+from ultrascale.gloo_threads import gloo_threads_as_batch
 from ultrascale.islands.encoding import decode, encode
 from ultrascale.parallel.lost import LostRankError
 from ultrascale.parallel.mesh import Ranks
@@ -60,7 +61,7 @@ class Group:
         self.islands, self.index, self.count, self.timeout = [*islands], index, len(islands), timeout
         self.divisor = divisor or self.count
         self.island = self.islands[index]
-        with self._waiting("to meet"):
+        with self._waiting("to meet"), gloo_threads_as_batch():
             self._group: Any = dist.ProcessGroupGloo(store, index, self.count, timeout)
 
     def mean(self, move: Tensor, wire: Wire) -> Mean:

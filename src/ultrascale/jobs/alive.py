@@ -1,8 +1,8 @@
 """Liveness probe for the ranks on this machine: `python -m ultrascale.jobs.alive`, exit code 0 or 1.
 
+Reads the signs of life that ranks write for their watchdog (`ultrascale.heartbeat`), which reports and kills a rank that hangs.
 The probe covers a watchdog that is gone or cannot act: it fails for a rank whose next beat is overdue by another
-`SLACK_SECONDS`. Without any signs of life nothing has started, which is not an error: earlier phases have their own time
-limits.
+`SLACK_SECONDS`. Without any signs nothing has started, which is not an error: earlier phases have their own time limits.
 """
 
 from __future__ import annotations

@@ -37,7 +37,9 @@ def _default_variables(job: Job) -> Iterator[Variable]:
     )
     if launch.network_interface is not None:
         yield Variable(
-            "NCCL_SOCKET_IFNAME", launch.network_interface, "Interface of the rendezvous: a guess may be a bridge or loopback"
+            "NCCL_SOCKET_IFNAME",
+            launch.network_interface,
+            "Interface over which ranks connect: a guess may be a bridge or loopback",
         )
         yield Variable("GLOO_SOCKET_IFNAME", launch.network_interface, "The same for gloo, which carries barriers and saves")
     if not job.on_gpus:

@@ -83,7 +83,7 @@ class Job:
     def grace_reason(self) -> str:
         """Reason for the value of `grace`."""
         if self.step_and_save_seconds is None:
-            return f"{self.grace} s until a first save is measured; make this text again then"
+            return f"{self.grace} s until a first save is measured; write this script again then"
         return f"{self.grace} s: a step and a save of this run took up to {format_seconds(self.step_and_save_seconds)}"
 
 

@@ -62,7 +62,7 @@ def _options(job: Job, *, array: bool = False) -> Iterator[tuple[str, str]]:
     }  # fmt: skip
     yield from (("", f"--{name}={_word(value)}") for name, value in options.items() if value is not None)
     if config.requeue:
-        yield "Requeue the job under the same number if a node fails or it is preempted.", "--requeue"
+        yield "Requeue the job under the same number if a node fails or the job is preempted.", "--requeue"
     yield "A restarted job appends to the same log.", "--open-mode=append"
     yield "", f"--output={_log(job, '%A_%a' if array else '%j')}"
     yield "Paths in the run are relative to this folder, which all nodes must be able to read.", f"--chdir={_word(Path.cwd())}"

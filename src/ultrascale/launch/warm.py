@@ -25,6 +25,7 @@ from importlib import import_module
 from multiprocessing import forkserver, resource_tracker, synchronize
 from pathlib import Path
 
+from ultrascale.garbage import collect_rarely
 from ultrascale.launch.orphans import end_with_launcher
 from ultrascale.launch.stopping import STOP_SIGNALS
 
@@ -46,7 +47,8 @@ def prepare(worker: str, *, warm: bool) -> None:
     with _blocked():
         resource_tracker.ensure_running()
     if warm:
-        multiprocessing.set_forkserver_preload([worker, "torch._dynamo", "torch.distributed.fsdp"])
+        modules = ["ultrascale.launch.rare_garbage", worker, "torch._dynamo", "torch.distributed.fsdp"]
+        multiprocessing.set_forkserver_preload(modules)
         with _blocked():
             forkserver.ensure_running()
         first = multiprocessing.get_context("forkserver").Process(target=_nothing, daemon=True)
@@ -116,6 +118,7 @@ def _run(worker: str, arguments: tuple[str, ...]) -> int:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     end_with_launcher(Path(os.environ[FOLDER_VARIABLE]))
     sys.argv = [worker, *arguments]
+    collect_rarely()
     return import_module(worker).main()
 
 

@@ -18,7 +18,7 @@ from ultrascale.storage import url_of
 PADDED_TO = 128
 """Multiple to which vocabularies are padded on each tp rank, so that the GEMM of the logits is fast."""
 SPARE_VOCABULARY = 1 / 8
-"""Rows of a vocabulary beyond the tokenizer's ids, over these, from which they are no padding."""
+"""Largest number of unused rows, as a share of the tokenizer's ids, that counts as padding."""
 
 
 def with_absolute_paths(run: Run) -> Run:
@@ -68,12 +68,12 @@ def expect_startable(run: Run) -> None:
 
 def vocabulary_notes(run: Run, training: Loader) -> list[str]:
     """A note if the model's vocabulary is far larger than that of the corpora, beyond padding to a multiple: the trainers of
-    the field pad to at most 128 x tp rows, and published models by 3 percent or less. Foreign corpora record no tokenizer."""
+    the field pad to a multiple of at most 128 x tp. Foreign corpora record no tokenizer."""
     ids = max((corpus.tokenizer.vocab_size for corpus in training.corpora if corpus.tokenizer is not None), default=0)
     rows, multiple = run.model.vocab_size, PADDED_TO * run.layout.tp
     if not ids or rows - ids < multiple or rows - ids <= SPARE_VOCABULARY * ids:
         return []
-    unused = f"{rows - ids:,} rows of its embedding and of its logits cost time and memory for nothing"
+    unused = f"{rows - ids:,} rows of the model's embedding and of its logits cost time and memory for nothing"
     remedy = f"for a new run set model.vocab_size = {-(-ids // multiple) * multiple}"
     return [f"model.vocab_size = {rows}, and the tokenizer of data.sources has {ids} ids: {unused}; {remedy}."]
 

@@ -11,6 +11,7 @@ from ultrascale import heartbeat
 from ultrascale.data.loader import Loader, Sequences
 from ultrascale.description.progress import StepSpan, step_span
 from ultrascale.description.run import Run
+from ultrascale.garbage import collect_as_usual
 from ultrascale.heap import keep_freed_memory
 from ultrascale.islands.outer_loop import OuterLoop
 from ultrascale.kernels.choice.implementation import choose
@@ -71,6 +72,7 @@ class Trainer:
     def __post_init__(self) -> None:
         run = self.run
         expect_repeatable(self)
+        collect_as_usual()
         self.norms = Norms(run.faults)
         if self.ranks.device.type == "cpu":
             keep_freed_memory()

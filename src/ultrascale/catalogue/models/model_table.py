@@ -1,5 +1,5 @@
 """Reads the families of `catalogue/models.toml`: a row of sizes for each model, what all have in common, and what some have
-apart. Every mistake raises SpecError with the file, the table and the key."""
+apart. Unknown and missing fields raise SpecError with the file, the table and the key."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from ultrascale.description.problems import Problem, SpecError, mistake
 
 _FAMILY = ("columns", "sizes", "common", "differences")
 _MODEL = tuple(field.name for field in fields(Model) if field.name != "name")
+_NEEDED = ("hidden_size", "num_attention_heads")
+"""Columns that every family has: other fields follow from them."""
 _SCALING = tuple(field.name for field in fields(RopeScaling))
 
 
@@ -39,7 +41,11 @@ def read_aliases(file: str, aliases: Mapping[str, Any], models: Mapping[str, Mod
 def _models_of(family: Entry) -> Iterator[Model]:
     columns = family.get("columns", list)
     _expect_fields(Entry(f"{family.where}.columns", dict.fromkeys(columns)), _MODEL)
-    rows = [(name, numbers) for name, *numbers in map(str.split, family.get("sizes", str).splitlines())]
+    for column in _NEEDED:
+        if columns.count(column) != 1:
+            raise mistake(f"{family.where}.columns", f"has {column} {columns.count(column)} times", "Give it once.")
+    lines = [line for line in family.get("sizes", str).splitlines() if line.strip()]
+    rows = [(name, numbers) for name, *numbers in map(str.split, lines)]
     common = Entry(f"{family.where}.common", family.get("common", dict, {}))
     _expect_fields(common, _MODEL)
     differences = [

@@ -30,7 +30,7 @@ FOLDER = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Abilities:
-    """Abilities of one framework, read from its arguments. `plan.view.flags` prints them."""
+    """Abilities of one framework, read from its arguments. `plan.flags` prints them."""
 
     zero_stages: tuple[int, ...] = (0,)
     zero_stages_with_pipeline: tuple[int, ...] = ()

@@ -107,5 +107,5 @@ def next_of_run(chosen: RunPlan, words: list[str]) -> str:
         stack = shlex.join([chosen.stack.name, *(word for key, value in changed for word in (f"--stack.{key}", str(value)))])
         return f"ultrascale plan {arguments} --stack {stack} --print-flags"
     if not_trainable(chosen.run):
-        return f"ultrascale plan {arguments} --perfetto step.json   (`ultrascale train` cannot run it yet)"
+        return f"ultrascale plan {arguments} --perfetto step.json   (`ultrascale train` cannot run it)"
     return f"ultrascale check {arguments}   then  ultrascale train {arguments}"

@@ -89,11 +89,13 @@ def _with_settings(searched: SearchOutcome) -> str:
 
 
 def _what_might_fit(searched: SearchOutcome) -> str:
-    """Changes after which a layout might fit. A larger batch is one if dp shards the state, and while it has fewer sequences
-    than the most GPUs that were tried: from then on dp can be as large as they are."""
-    shards = set(searched.constraints.get("zero_stage", (1,))) != {0}
-    might = ["other settings"] if searched.constraints else []
-    might += ["a larger batch"] if shards and searched.result.workload.sequences_per_batch < MOST_GPUS else []
+    """Changes after which a layout might fit. A larger batch is one if dp may grow and shards the state, and while it has fewer
+    micro-batches than the most GPUs that were tried: from then on dp can be as large as they are."""
+    kept = searched.constraints
+    shards = set(kept.get("zero_stage", (1,))) != {0} and not {"dp", "dp_shard"} & kept.keys()
+    micro_batches = searched.result.workload.sequences_per_batch // min(kept.get("micro_batch_size", (1,)))
+    might = ["other settings"] if kept else []
+    might += ["a larger batch"] if shards and micro_batches < MOST_GPUS else []
     return ", ".join([*might, "a shorter sequence or larger GPUs"])
 
 

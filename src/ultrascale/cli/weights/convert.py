@@ -24,7 +24,7 @@ def convert(
     """Convert a pickle checkpoint (.bin, .pt, .pth, .ckpt), which no other command reads, to a folder of safetensors.
 
     A pickle is a program. It is read in a process that can open no file, connect to nothing and start or signal nothing, with
-    bounded memory and time, and only tensors are accepted.
+    bounded memory and time, and only tensors are kept.
 
     Example: ultrascale convert downloads/old-model models/old-model
 

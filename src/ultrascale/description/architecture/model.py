@@ -160,7 +160,7 @@ class Model:
     norm_topk_prob: bool = True
     """Normalize the scores of the chosen experts to sum to one."""
     routed_scaling_factor: float = 1.0
-    """Factor applied to the sum of the experts' outputs."""
+    """Factor applied to the weights of the chosen experts; shared experts are not scaled."""
     n_group: int = 1
     """Number of groups of experts ..."""
     topk_group: int = 1

@@ -48,7 +48,7 @@ class Slurm:
     exclusive: bool = True
     """Request whole nodes: other jobs on a node slow down every step by their traffic and page cache."""
     requeue: bool = True
-    """Requeue the job when its time limit is reached, a node fails or it is preempted, until the run is complete."""
+    """Requeue the job when its time limit is reached, a node fails or the job is preempted, until the run is complete."""
     container_runtime: Literal["pyxis", "apptainer"] = "pyxis"
     """Runtime of `launch.container`: enroot through pyxis (srun --container-image), or apptainer exec."""
     options: tuple[str, ...] = ()
@@ -117,7 +117,7 @@ class Launch:
     mounts: tuple[str, ...] = ()
     """Folders to mount in the container in addition to the current one."""
     network_interface: str | None = None
-    """Network interface for the rendezvous of nodes (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME)."""
+    """Network interface over which ranks connect (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME)."""
     network_cards: str | None = None
     """InfiniBand or RoCE cards for NCCL (NCCL_IB_HCA), such as "mlx5". None: all that NCCL finds."""
     hosts: tuple[str, ...] = ()

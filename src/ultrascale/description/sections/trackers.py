@@ -98,7 +98,7 @@ class Log:
     every_steps: int = 1
     """Write metrics and the console line after each multiple of this many steps."""
     sinks: tuple[Sink, ...] = ()
-    """Trackers that follow `metrics.jsonl`, each imported only if named here. A table such as [log.wandb] adds its own."""
+    """Trackers that follow `metrics.jsonl`, each imported only if named. If omitted, tables such as [log.wandb] name them."""
     gradient_noise_scale: bool = False
     """Estimate the critical batch size online (McCandlish et al. 2018). Needs at least two micro-batches or ranks per step."""
     memory_steps: int = 4

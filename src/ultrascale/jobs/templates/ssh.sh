@@ -4,7 +4,7 @@
 #   bash @{text_file}
 #
 # Starts one torchrun on each host and waits for all. Ctrl-C here stops the run in order on every host: it saves, and the same
-# command goes on. If a host is lost, all end; take it out of `hosts` (and make this text again if their number changes).
+# command goes on. If a host is lost, all end; take it out of `hosts` (and write this script again if their number changes).
 set -uo pipefail
 hosts=(@{hosts})
 first=${hosts[0]#*@@}

@@ -152,7 +152,8 @@ def attention_curve(accelerator: Accelerator, dtype: str, kernel: str, direction
     fp8 = dtype == "fp8"
     peak = _peak(accelerator, "bf16" if fp8 else dtype)
     if family == "blackwell" and kernel == "flash-2":
-        # Written for Ampere's tensor-core instructions, which newer devices only emulate: no faster than on Hopper.
+        # Written for Ampere's tensor-core instructions, which newer devices only keep for compatibility: no faster than on
+        # Hopper.
         law = ATTENTION["hopper", kernel, direction]
         law = replace(law, efficiency=tuple(share * min(1.0, HOPPER_PEAK / peak) for share in law.efficiency))
     else:

@@ -36,7 +36,7 @@ PARTS = {
 }
 KINDS = {
     "matmul": "matrix products",
-    "elementwise": "residual adds, RoPE, activation functions",
+    "elementwise": "element-wise",
     "norm": "norms",
     "attention": "attention",
     "loss": "loss and head",
@@ -296,7 +296,7 @@ def _verdict(plan: RunPlan) -> Text:
     if plan.stack.name != "ultrascale":
         text.append(f"\nas {plan.stack.name} keeps it", style="not bold dim")
     elif not_trainable(plan.run):
-        text.append("\n`ultrascale train` cannot run this yet", style="not bold dim")
+        text.append("\n`ultrascale train` cannot run this", style="not bold dim")
     return text
 
 

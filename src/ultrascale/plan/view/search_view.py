@@ -94,7 +94,7 @@ def _stops_note(workload: Workload) -> str:
     if failures.goodput > 1 - LOST_SHOWN:
         return ""
     between, every = format_seconds(failures.between_seconds), format_seconds(failures.save_every_seconds)
-    return f"  {failures.num_nodes:,} machines fail once in {between}: saves every {every}, goodput {failures.goodput:.1%}."
+    return f"  {failures.num_nodes:,} machines fail once in {between}: a save every {every}, goodput {failures.goodput:.1%}."
 
 
 def _batch_note(result: SearchResult) -> str:

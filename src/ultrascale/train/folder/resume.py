@@ -23,8 +23,9 @@ from torch import Tensor
 from ultrascale.checkpoint import CheckpointError, Search, Slice, load, search, shards_read
 from ultrascale.checkpoint.disk.folders import step_folder
 from ultrascale.checkpoint.manifest import Manifest
-from ultrascale.config.resolve import to_toml
+from ultrascale.config.resolve import run_from_toml, to_toml
 from ultrascale.description.architecture.model import Model
+from ultrascale.description.architecture.weights import weights
 from ultrascale.description.problems import Problem, SpecError
 from ultrascale.description.run import Run
 from ultrascale.kernels.optimizers.narrow_moments import rows_of
@@ -38,8 +39,6 @@ from ultrascale.train.optimizers.optimizer import moment_of, moments_of, set_ste
 from ultrascale.train.trainer import Trainer
 from ultrascale.work.fp8_slots import num_block_slots
 
-_SHAPES = ("model.vocab_size", "model.hidden_size", "model.num_hidden_layers", "model.num_experts")
-"""Settings of which another value always gives weights that the saved ones do not fit."""
 AMAXES = "fp8.amax_history."
 """Prefix of the names of the amax history of fp8 delayed scaling."""
 
@@ -118,8 +117,8 @@ def facts_of(trainer: Trainer) -> dict[str, Any]:
 def restore(trainer: Trainer, checkpoint: Path, *, allow_changes: bool = False, verified: bool = False) -> None:
     """Set `trainer` to the state in `checkpoint`, whatever layout wrote it. `verified`: True if every byte was just read.
 
-    Raises SpecError if the run or its data are not those of the checkpoint (with `allow_changes`: if its batch is not), and
-    CheckpointError if the files are damaged; nothing is changed then.
+    Raises SpecError if the run or its data are not those of the checkpoint (with `allow_changes`: if its batch or its weights
+    are not), and CheckpointError if the files are damaged; nothing is changed then.
     """
     facts = read_facts(checkpoint)
     _expect_same_run(trainer, facts, checkpoint, allow_changes=allow_changes)
@@ -237,10 +236,11 @@ def _toml_text(value: Any) -> str:
 def _expect_same_run(trainer: Trainer, facts: dict[str, Any], checkpoint: Path, *, allow_changes: bool) -> None:
     remedy = "Set it back, start another run with --name, or go on all the same with --allow-changes."
     run = trainer.run
+    fits = _weights_fit(facts["run"], run.model)
     problems = [
-        Problem(key, f"is {now!r}, but {checkpoint.name} was trained with {before!r}", _lasting(key, before) or remedy)
+        Problem(key, f"is {now!r}, but {checkpoint.name} was trained with {before!r}", lasting or remedy)
         for key, before, now in differences(facts["decides"], decisive_parts(run), decisive_parts(with_defaults(run)))
-        if _lasting(key, before) or not allow_changes
+        if (lasting := _lasting(key, before, fits=fits)) or not allow_changes
     ]
     problems += _optimizer_problem(facts.get("optimizer") or "adamw", run.optimizer.name)
     now = trainer.loader.fingerprint()
@@ -251,10 +251,19 @@ def _expect_same_run(trainer: Trainer, facts: dict[str, Any], checkpoint: Path, 
         raise SpecError(problems)
 
 
-def _lasting(key: str, before: Any) -> str:
-    """Remedy for a change that cannot be allowed: of the batch, or of the shapes of weights; empty for another key."""
-    if key in _SHAPES:
-        return "Set it back, or start another run with --name: the saved weights have other shapes."
+def _weights_fit(saved: str, model: Model) -> bool:
+    """True if the run in `saved` (TOML) has the weights of `model`, with their shapes, or cannot be read by this release."""
+    try:
+        before = run_from_toml(saved).model
+    except SpecError:
+        return True
+    return {(weight.name, weight.shape) for weight in weights(before)} == {(one.name, one.shape) for one in weights(model)}
+
+
+def _lasting(key: str, before: Any, *, fits: bool) -> str:
+    """Remedy for a change that cannot be allowed, of the batch or of a model whose weights no longer fit; empty for another."""
+    if key.startswith("model.") and not fits:
+        return "Set it back, or start another run with --name: the saved weights do not fit."
     return _batch_remedy(key, before)
 
 
