@@ -151,9 +151,8 @@ class Faults:
     """A rank without a sign of life for this long hangs: it is reported with its stack, and killed. Phases that are slow by
     nature may take ten times their longest so far. Less than the time to save at a stop (120 s). None: not detected."""
     on_anomaly: Literal["stop", "skip", "rewind"] = "stop"
-    """Response to a loss or gradient that is not finite, or a spike of the gradient norm: end the run; skip the update; or
-    rewind to the newest checkpoint, repeat the step, and skip it if that does not help. If replicas differ, rewind goes back;
-    the others end the run."""
+    """Response to a loss or gradient that is not finite, or to a spike of its norm: end the run; skip the update; or rewind to
+    the newest checkpoint, repeat the step, skip it if that fails. If replicas differ, rewind goes back, else it ends."""
     spike_factor: float | None = None
     """A gradient norm above this multiple of the median of the last 64 is an anomaly. None: only non-finite values are."""
     digest_every_steps: int | None = 100
@@ -163,8 +162,7 @@ class Faults:
     """At each multiple of this many steps, compute the gradient twice and compare the bits, on CPUs. It doubles the passes of
     those steps. None: never."""
     straggler_steps: int | None = 4
-    """Steps per window over which ranks compare speed; one that is slow in the mean of four windows is reported. None:
-    never."""
+    """Steps per window in which ranks compare speed; a rank that is slow in the mean of four is reported. None: never."""
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,6 @@ local              processes on this machine, through torchrun's agent, restarte
 watchdog           a separate process that detects when ranks stop giving signs of life
 restarts           limit on restarts, and their cost
 stopping, orphans  signals to a launcher; ranks whose launcher is gone
-forked, warm       ranks that start in tenths of a second; rare_garbage: loaded first there
+forked, warm       ranks that start in tenths of a second
 scratch            temporary folders, removed later if their creator was killed
 """

@@ -47,7 +47,7 @@ def prepare(worker: str, *, warm: bool) -> None:
     with _blocked():
         resource_tracker.ensure_running()
     if warm:
-        modules = ["ultrascale.launch.rare_garbage", worker, "torch._dynamo", "torch.distributed.fsdp"]
+        modules = ["ultrascale.garbage.rarely", worker, "torch._dynamo", "torch.distributed.fsdp"]
         multiprocessing.set_forkserver_preload(modules)
         with _blocked():
             forkserver.ensure_running()

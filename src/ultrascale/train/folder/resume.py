@@ -257,7 +257,8 @@ def _weights_fit(saved: str, model: Model) -> bool:
         before = run_from_toml(saved).model
     except SpecError:
         return True
-    return {(weight.name, weight.shape) for weight in weights(before)} == {(one.name, one.shape) for one in weights(model)}
+    then, now = ([(weight.name, weight.shape) for weight in weights(decoder)] for decoder in (before, model))
+    return then == now
 
 
 def _lasting(key: str, before: Any, *, fits: bool) -> str:
