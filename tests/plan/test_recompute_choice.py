@@ -153,7 +153,7 @@ def test_equal_neighbours_are_told_together_and_read_back() -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("half x 2", "none, selective or full"),
+        ("half x 2", "neither none, selective, full nor a module"),
         ("full+mlp", "only selective"),
         ("selective+norm", "there are qkv"),
         ("none x 0", "number"),
