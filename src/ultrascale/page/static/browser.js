@@ -2,7 +2,7 @@
 "use strict";
 
 const KEPT = 48; // answers, the newest; some 230 kB each
-let build = "", worker = null, isReady = false, number = 0, ready = null;
+let build = "", worker = null, isReady = false, number = 0, ready = null, newest = 0;
 const started = new Promise((done) => { ready = done; }); // Python, or the attempt to start it
 const waiting = new Map();
 
@@ -23,7 +23,8 @@ const keyOf = (question) => `${build} ${JSON.stringify(question)}`;
 
 async function keepAnswer(key, text) {
   const store = (await answers)("readwrite");
-  store.put({ text, at: Date.now() }, key);
+  newest = Math.max(Date.now(), newest + 0.001); // several may come in one millisecond
+  store.put({ text, at: newest }, key);
   let over = await result(store.count()) - KEPT;
   store.index("at").openKeyCursor().onsuccess = ({ target: { result: oldest } }) => {
     if (!oldest || over-- <= 0) return;
