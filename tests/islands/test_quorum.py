@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -166,7 +167,8 @@ def in_exchange(monkeypatch: pytest.MonkeyPatch, which: int, number: int, does: 
         if row.dtype == torch.uint8 and group.island == number:
             counted[0] += 1
             if counted[0] == which:
-                os.kill(os.getpid(), does)
+                # To this thread: after os.kill another thread may take the signal, and this one sends its messages meanwhile.
+                signal.pthread_kill(threading.get_ident(), does)
         return gather(group, row)
 
     monkeypatch.setattr(Group, "_gather", interrupted)
