@@ -9,7 +9,7 @@
 every H steps; it gives the validation loss after the last step, where all islands have met, and the bytes that an island sent.
 "alone first" has one island do the first quarter of the steps, with the whole batch and without a message, and all go on from
 there: DiLoCo's own runs begin with trained weights too.
-`line` sends the moves of that model through `islands.link` between network namespaces that a shaped line joins, beside what
+`line` sends the deltas of that model through `islands.link` between network namespaces that a shaped line joins, beside what
 `ultrascale plan far --uplink` says of it. `wall` trains over that line. Its plan is made of
 
     steps          those of the slowest island of each round, without what its outer loop took, measured in the same run: what

@@ -219,7 +219,7 @@ def test_an_outer_step_in_which_an_island_is_killed_is_done_again(
     monkeypatch.undo()
     assert second.outcome() == {"exit": -signal.SIGKILL}
     finished([first, third])
-    assert "is done again from the same moves" in text(run)
+    assert "is done again from the same deltas" in text(run)
     all_the_same(told, away, run, 0, 2)
 
 
@@ -296,7 +296,7 @@ def test_moves_of_an_island_that_dies_before_it_has_the_mean_are_not_in_it(
     def interrupted(store: FolderStore, name: str, word: str) -> None:
         if "/done/1-" in name:
             counted[0] += 1
-            if counted[0] == 2:  # the others have its moves, and the mean
+            if counted[0] == 2:  # the others have its deltas, and the mean
                 os.kill(os.getpid(), signal.SIGKILL)
         says(store, name, word)
 

@@ -1,9 +1,9 @@
 """Training with little communication (DiLoCo): the messages between islands and the outer optimizer
 (`description.sections.islands` describes them).
 
-encoding.py     moves (weight deltas) as bytes: fp32, bf16, int8, int4, and the rounding error
+encoding.py     deltas of weights as bytes: fp32, bf16, int8, int4, and the rounding error
 link.py         a rank and its counterparts on the other islands: arrival, mean over islands, broadcast of a state
-outer_state.py  one rank's anchors, momentum, rounding residuals and moves in flight
+outer_state.py  one rank's anchors, momentum, rounding residuals and deltas in flight
 unsharded.py    transfer of a state to an island with another dp
 outer_loop.py   sending and applying fragments; starting, stopping early, and rejoining
 

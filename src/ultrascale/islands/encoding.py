@@ -1,9 +1,9 @@
-"""Moves (weight deltas) as bytes: unquantized, in bf16, or in 8 or 4 bits with a scale for every 128 elements.
+"""Deltas of weights as bytes: unquantized, in bf16, or in 8 or 4 bits with a scale for every 128 elements.
 
     int8, int4    round(x / s) with s = largest |x| of the 128 / 127, or / 7; two int4 values per byte. Scales first, in fp32
 
 A number rounds to the nearest representable value, and the sender keeps the rounding error: it is added to its next message
-(error feedback, Seide et al. 2014), so that nothing is lost permanently. Without it, moves smaller than half a quantization
+(error feedback, Seide et al. 2014), so that nothing is lost permanently. Without it, deltas smaller than half a quantization
 step would never be sent.
 """
 

@@ -6,8 +6,8 @@ Where islands differ in dp, a rank is in one group for each kind of weights (exp
               in island order, and sends the mean to all: 2 (N - 1) / N of the buffer leaves each rank, and all have the same
               bits. Messages go directly to their target: a ring, as in gloo's all-gather, would take N - 1 network latencies
 
-Every piece is quantized twice, as a move and as a mean. The sender keeps the error of the first. Island k compensates that of
-the second by adding N times the error to its next move. One buffer holds both.
+Every piece is quantized twice, as a delta and as a mean. The sender keeps the error of the first. Island k compensates that of
+the second by adding N times the error to its next delta. One buffer holds both.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Group:
     """A rank and its counterparts on `islands`; `index` is its position among them. All construct their groups at the same
     time.
 
-    `divisor`: of the sum of moves in the mean; None: the number of islands.
+    `divisor`: of the sum of deltas in the mean; None: the number of islands.
     """
 
     def __init__(self, store: Store, islands: Sequence[int], index: int, timeout: timedelta, divisor: int | None = None):
@@ -64,22 +64,22 @@ class Group:
         with self._waiting("to meet"), gloo_threads_as_batch():
             self._group: Any = dist.ProcessGroupGloo(store, index, self.count, timeout)
 
-    def mean(self, move: Tensor, wire: Wire) -> Mean:
-        """Mean over the islands of `move`, [n]: the sum over the divisor. Sends messages, and waits for those of the others."""
-        n, piece = len(move), piece_of(len(move), self.count, wire)
-        whole = move if n == piece * self.count else pad(move, (0, piece * self.count - n))
+    def mean(self, delta: Tensor, wire: Wire) -> Mean:
+        """Mean over the islands of `delta`, [n]: the sum over the divisor. Sends messages and waits for the others'."""
+        n, piece = len(delta), piece_of(len(delta), self.count, wire)
+        whole = delta if n == piece * self.count else pad(delta, (0, piece * self.count - n))
         pieces = whole.view(self.count, -1)
         message = encode(pieces, wire)  # [N, bytes of a piece]
-        lost = pieces - decode(message, wire, move.dtype)
-        received = decode(self._swap(message), wire, move.dtype)
+        lost = pieces - decode(message, wire, delta.dtype)
+        received = decode(self._swap(message), wire, delta.dtype)
         total = received[0].clone()
         for other in received[1:]:  # in island order, on whichever island
             total += other
         mean = (total / self.divisor)[None]
         result = encode(mean, wire)
-        lost[self.index] += (mean - decode(result, wire, move.dtype))[0] * self.divisor
+        lost[self.index] += (mean - decode(result, wire, delta.dtype))[0] * self.divisor
         sent_bytes = (self.count - 1) * (message.shape[1] + result.nbytes)
-        return Mean(decode(self._gather(result), wire, move.dtype).flatten()[:n], lost.flatten()[:n], sent_bytes)
+        return Mean(decode(self._gather(result), wire, delta.dtype).flatten()[:n], lost.flatten()[:n], sent_bytes)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Every island's `tensor`, [N, ...]."""
@@ -96,7 +96,7 @@ class Group:
         if index != self.index:
             tensor.copy_(host)
 
-    def _swap(self, message: Tensor, what: str = "for their moves") -> Tensor:
+    def _swap(self, message: Tensor, what: str = "for their deltas") -> Tensor:
         """All-to-all: send row k of `message` [N, n] to island k, and receive each island's row for this one."""
         host = message.cpu()
         received = host.clone()
@@ -110,7 +110,7 @@ class Group:
 
     def _gather(self, row: Tensor) -> Tensor:
         """All-gather of `row` [1, ...], stacked by island."""
-        return self._swap(row.expand(self.count, *row.shape[1:]).contiguous(), "for the mean of moves")
+        return self._swap(row.expand(self.count, *row.shape[1:]).contiguous(), "for the mean of deltas")
 
     def _waiting(self, what: str) -> AbstractContextManager[None]:
         return _waiting(self.island, self.timeout, what)
@@ -126,9 +126,9 @@ def make_groups(likes: Mapping[str, bool], make: Callable[[str], Group]) -> Grou
     return {like: make(like) for like, sends in likes.items() if sends}
 
 
-def mean_among(groups: Groups, like: str, move: Tensor, wire: Wire) -> Mean:
-    """Mean over the islands of `move`, [n]; on a rank that sends nothing in this group, `move` itself."""
-    return groups[like].mean(move, wire) if like in groups else Mean(move, move, 0)
+def mean_among(groups: Groups, like: str, delta: Tensor, wire: Wire) -> Mean:
+    """Mean over the islands of `delta`, [n]; on a rank that sends nothing in this group, `delta` itself."""
+    return groups[like].mean(delta, wire) if like in groups else Mean(delta, delta, 0)
 
 
 class Link:

@@ -1,4 +1,4 @@
-"""The communication thread that exchanges moves while training continues: one for each set of islands, with the same
+"""The communication thread that exchanges deltas while training continues: one for each set of islands, with the same
 lifetime."""
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The outer loop of one rank (DiLoCo): called by the trainer after each step, and its state in a checkpoint.
 
     begin        all islands are in the same round, from the same anchor: others receive the state of an island that is
-    after_step   apply the means that have arrived, send moves that are due
+    after_step   apply the means that have arrived, send deltas that are due
     leave        stop before the next outer step: the other islands stop too, and do the step after the next start
 
 With a quorum (`islands.quorum`) the others continue instead; an island that was left out rejoins in `_come_back`, with all of
@@ -67,8 +67,8 @@ class OuterLoop:
         self.under_way: dict[int, int] = {}
         """Fragments in flight, each with the step after which it is applied."""
         self.sent_bytes = 0
-        """Bytes sent by all ranks of this island to other islands, in moves and means, since the run's first step."""
-        self._moves: dict[int, list[Future[Mean]]] = {}
+        """Bytes sent by all ranks of this island to other islands, in deltas and means, since the run's first step."""
+        self._deltas: dict[int, list[Future[Mean]]] = {}
         alone = replace(run.islands, quorum=0, silent_seconds=1.0, meet="")  # what each may say in its own way
         decisive = (alone, run.model, run.batch, run.optimizer, run.steps, run.seed)
         self._description = _number(repr(decisive).encode())
@@ -113,7 +113,7 @@ class OuterLoop:
     def leave(self, steps_done: int) -> None:
         """Tell the other islands that this one stops before its next outer step."""
         if self.quorum is not None:
-            for fragment in sorted(self._moves):
+            for fragment in sorted(self._deltas):
                 self._await(fragment)
             self.quorum.leave()
         elif self.link is not None and not self.owes:
@@ -135,7 +135,7 @@ class OuterLoop:
 
     def tensors(self) -> Iterator[tuple[str, LocalParameter, Tensor]]:
         """The outer state of each weight, after waiting for communication in flight."""
-        for fragment in sorted(self._moves):
+        for fragment in sorted(self._deltas):
             self._await(fragment)
         return ((f"islands.{kind}", part.shard, tensor) for part in self.state.parts() for kind, tensor in part.tensors())
 
@@ -253,8 +253,8 @@ class OuterLoop:
             return f"island {self.ranks.island} was asked to stop before it was let in"
         if answer.kind == "give":
             message = self._take(answer)
-        elif self._moves:
-            message = f"island {self.ranks.island} has moves under way, and those whom it sent them to have died"
+        elif self._deltas:
+            message = f"island {self.ranks.island} has deltas under way, and those whom it sent them to have died"
             raise LostIslandError(f"{message}. Start it again: it goes on from its checkpoint.")
         else:
             message = self._compare(quorum.admission.group_of_era(), steps_done)
@@ -264,7 +264,7 @@ class OuterLoop:
     def _take(self, answer: Answer) -> str:
         quorum = self.quorum
         assert quorum is not None
-        self._moves.clear()
+        self._deltas.clear()
         self.under_way.clear()
         group = quorum.admission.group_of_two(answer.giver, quorum.admission.member)
         described = self._answer_of_first(lambda: [] if group is None else self._described_by(group))
@@ -283,7 +283,7 @@ class OuterLoop:
         if quorum is None:
             return
         for taker in quorum.admission.takers(steps_done):
-            state = self._whole[0]()  # including moves in flight, for which the ranks of this island wait together
+            state = self._whole[0]()  # including deltas in flight, for which the ranks of this island wait together
             try:
                 self._give_to(quorum, taker, state)
             except LostIslandError as error:
@@ -338,25 +338,25 @@ class OuterLoop:
     def _send(self, steps_done: int, fragments: list[int], *, beside: bool) -> None:
         wire = self.islands.dtype
         if self.quorum is not None:
-            moves = [[(bucket.like, bucket.moves()) for bucket in self.state.fragments[fragment]] for fragment in fragments]
-            means = iter(self.quorum.send(steps_done, [move for of_fragment in moves for move in of_fragment], wire))
-            self._moves |= {
-                fragment: [next(means) for _ in of_fragment] for fragment, of_fragment in zip(fragments, moves, strict=True)
+            deltas = [[(bucket.like, bucket.deltas()) for bucket in self.state.fragments[fragment]] for fragment in fragments]
+            means = iter(self.quorum.send(steps_done, [delta for of_fragment in deltas for delta in of_fragment], wire))
+            self._deltas |= {
+                fragment: [next(means) for _ in of_fragment] for fragment, of_fragment in zip(fragments, deltas, strict=True)
             }
             return
         assert self.link is not None
         groups = self.link.groups
         for fragment in fragments:
-            moves = [(bucket.like, bucket.moves()) for bucket in self.state.fragments[fragment]]
+            deltas = [(bucket.like, bucket.deltas()) for bucket in self.state.fragments[fragment]]
             if beside:
-                self._moves[fragment] = [self._beside.submit(mean_among, groups, like, move, wire) for like, move in moves]
+                self._deltas[fragment] = [self._beside.submit(mean_among, groups, like, delta, wire) for like, delta in deltas]
             else:
-                self._moves[fragment] = [_done(mean_among(groups, like, move, wire)) for like, move in moves]
+                self._deltas[fragment] = [_done(mean_among(groups, like, delta, wire)) for like, delta in deltas]
 
     def _await(self, fragment: int) -> None:
         """Store the means of a fragment, once they have arrived."""
-        means = [future.result() for future in self._moves[fragment]]
-        del self._moves[fragment]
+        means = [future.result() for future in self._deltas[fragment]]
+        del self._deltas[fragment]
         for bucket, mean in zip(self.state.fragments[fragment], means, strict=True):
             bucket.receive(mean.values, mean.lost)
         self.sent_bytes += int(self.ranks.sum(torch.tensor([sum(mean.sent_bytes for mean in means)])))
@@ -364,7 +364,7 @@ class OuterLoop:
     def _apply(self, steps_done: int) -> None:
         """The outer steps of fragments that are due after this step, in the order in which they were sent."""
         for fragment in [fragment for fragment, step in self.under_way.items() if step <= steps_done]:
-            if fragment in self._moves:
+            if fragment in self._deltas:
                 self._await(fragment)
             self.state.step(fragment)
             self.outer_steps += 1

@@ -2,10 +2,10 @@
 
     anchor       the last common weights                             always
     momentum     of the outer optimizer                              with momentum
-    residual     rounding error of sent moves, to be sent later      in bf16, int8, int4
+    residual     rounding error of sent deltas, to be sent later      in bf16, int8, int4
     snapshot     the weights when a fragment was sent                with overlap
-    mean         of the islands' moves, until it is applied          with overlap
-    moves        in flight, kept in case the exchange is repeated    with a quorum
+    mean         of the islands' deltas, until it is applied          with overlap
+    deltas       in flight, kept in case the exchange is repeated    with a quorum
 
 in the dtype of weights between steps: 4 to 24 bytes per parameter that the rank holds, and no device memory.
 
@@ -14,7 +14,7 @@ Each of these ranks sends one piece of the bucket, and they all-gather the resul
 
 Where islands differ in dp, ranks of different islands hold different shards. All ranks at one pp and tp coordinate (for
 experts: pp, ep and expert_tp) then all-gather their shards, and the first of them, as many as the smallest island has, each
-send one piece. Each island's move is weighted by its dp.
+send one piece. Each island's delta is weighted by its dp.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Part:
                 yield name, tensor
 
     def allow_overlap(self) -> None:
-        """Allocate the tensors for moves in flight."""
+        """Allocate the tensors for deltas in flight."""
         if self.snapshot is None:
             self.snapshot, self.mean = self.anchor.clone(), torch.zeros_like(self.anchor)
 
@@ -96,7 +96,7 @@ class Bucket:
     gathers_shards: bool = False
     """True if islands differ in dp, so that shards are all-gathered before they are sent."""
     weight: float = 1.0
-    """Weight of this island's moves in their sum."""
+    """Weight of this island's deltas in their sum."""
 
     @property
     def like(self) -> str:
@@ -108,14 +108,14 @@ class Bucket:
         """True if this rank has a piece to send."""
         return self.sender < self.num_senders
 
-    def moves(self) -> Tensor:
-        """This rank's piece of the move since the anchor plus earlier rounding residuals, [elements]."""
+    def deltas(self) -> Tensor:
+        """This rank's piece of the delta from the anchor plus earlier rounding residuals, [elements]."""
         flat = [part.anchor - part.weights.to(part.anchor.device) for part in self.parts]
-        flat = [move if part.residual is None else move + part.residual for move, part in zip(flat, self.parts, strict=True)]
+        flat = [delta if part.residual is None else delta + part.residual for delta, part in zip(flat, self.parts, strict=True)]
         for part in self.parts:
             if part.snapshot is not None:
                 part.snapshot.copy_(part.weights)
-        whole = torch.cat([move.flatten() for move in self.gathered(flat)])
+        whole = torch.cat([delta.flatten() for delta in self.gathered(flat)])
         if self.weight != 1.0:
             whole *= self.weight
         rows = pad(whole, (0, self.num_senders * self.elements - whole.numel())).view(self.num_senders, self.elements)
@@ -199,15 +199,15 @@ class OuterState:
         sending."""
         count, sent = self.islands.count, 0
         for bucket in self.buckets():
-            message = encode(bucket.moves().view(count, -1), self.islands.dtype)
+            message = encode(bucket.deltas().view(count, -1), self.islands.dtype)
             sent += 2 * (count - 1) * message.shape[1] * bucket.sends
         return sent
 
     def host_bytes(self) -> int:
-        """Peak bytes of host memory: all tensors, and with a quorum moves in flight, which are kept in case an exchange fails.
+        """Peak bytes of host memory: all tensors, and with a quorum deltas in flight, which are kept in case an exchange fails.
         After the run's last step these are of all fragments."""
         kept = sum(tensor.nbytes for part in self.parts() for _, tensor in part.tensors())
-        return kept + sum(bucket.moves().nbytes * bucket.sends for bucket in self.buckets() if self.islands.quorum)
+        return kept + sum(bucket.deltas().nbytes * bucket.sends for bucket in self.buckets() if self.islands.quorum)
 
     def buckets(self) -> Iterator[Bucket]:
         """All buckets, in a fixed order."""

@@ -4,9 +4,9 @@
               last one is left), or by a member, which sends it a state
     arrive    at an outer step the members wait for all that are expected, but not for one that is gone, or later than
               `collective_timeout_seconds`; the first rank with nothing left to wait for decides the members for all
-    send      members exchange moves, in a thread beside training
+    send      members exchange deltas, in a thread beside training
     means     the exchange counts once every rank of every member has all of it; if one has not, none uses it, and the
-              remaining members repeat it, with the same moves, until all of them have it
+              remaining members repeat it, with the same deltas, until all of them have it
     give      after the outer step the first of its members sends its full state to an island that knocks, and they meet at
               the next one
 
@@ -43,7 +43,7 @@ MOST_ATTEMPTS = 8
 COMPLETE = "complete"
 
 
-Move = tuple[str, Tensor]
+Delta = tuple[str, Tensor]
 """Name of a rank's set of counterparts, and the tensor sent among them."""
 
 
@@ -53,7 +53,7 @@ class OuterStep:
 
     step: int
     decision: Decision
-    moves: list[Move] = field(default_factory=list)
+    deltas: list[Delta] = field(default_factory=list)
     wire: Wire = "fp32"
     attempt: int = 0
     exchange: Future[list[Mean]] | None = None
@@ -103,12 +103,12 @@ class Quorum:
         self._add_lines(step, decision)
         return True
 
-    def send(self, step: int, moves: Sequence[Move], wire: Wire) -> list[Future[Mean]]:
-        """Send `moves` to the members. Waiting for one of the returned means waits for all of them."""
+    def send(self, step: int, deltas: Sequence[Delta], wire: Wire) -> list[Future[Mean]]:
+        """Send `deltas` to the members. Waiting for one of the returned means waits for all of them."""
         pending = self._outer_steps[step]
-        pending.moves, pending.wire = [*moves], wire
+        pending.deltas, pending.wire = [*deltas], wire
         self._exchange(pending)
-        return [_LazyMean(self, pending, index) for index in range(len(moves))]
+        return [_LazyMean(self, pending, index) for index in range(len(deltas))]
 
     def means(self, pending: OuterStep) -> list[Mean]:
         """The means of an outer step, once all members have them. Raises LeftOutError, LostIslandError."""
@@ -208,11 +208,11 @@ class Quorum:
             self._messages = Messages(
                 members, lambda: make_groups(self._likes, lambda like: self.admission.group(members, key, like))
             )
-        done, moves, wire = f"{key}/done/{self.admission.member}/{self.ranks.rank}", pending.moves, pending.wire
+        done, deltas, wire = f"{key}/done/{self.admission.member}/{self.ranks.rank}", pending.deltas, pending.wire
 
         def exchanged(groups: Groups) -> list[Mean]:
             try:
-                means = [mean_among(groups, like, move, wire) for like, move in moves]
+                means = [mean_among(groups, like, delta, wire) for like, delta in deltas]
                 self.store.set(done, "")
                 return means
             except Exception as error:
@@ -227,7 +227,7 @@ class Quorum:
         """Wait until an attempt is known to be complete on all members, or to have failed."""
         assert pending.exchange is not None
         verdict = f"{self.admission.era}/{pending.step}/{pending.attempt}/verdict"
-        for _ in self.admission.poll(f"for the mean of moves after step {pending.step}"):
+        for _ in self.admission.poll(f"for the mean of deltas after step {pending.step}"):
             if (word := self.store.get(verdict)) is not None:
                 break
             if pending.exchange.done():
@@ -240,7 +240,7 @@ class Quorum:
                 if end := self.presence.end_of(member):
                     self.store.first(verdict, COMPLETE if self._all_have(pending) else f"island {island_of(member)} {end}")
         if word != COMPLETE:
-            self.lines.append(f"the outer step after step {pending.step} is done again from the same moves: {word}")
+            self.lines.append(f"the outer step after step {pending.step} is done again from the same deltas: {word}")
         elif not pending.exchange.done():  # all ranks have said that they have it: this one too
             pending.exchange.result()
         return word == COMPLETE

@@ -4,7 +4,7 @@
     tcp://HOST:PORT     a server in memory: `python -m ultrascale.islands.store HOST PORT`, on a machine that all of them reach
 
 Writes are atomic, and of several first writes under a name one wins, the same for all. The store holds only agreements, some
-hundred bytes for each outer step; moves and states go from island to island.
+hundred bytes for each outer step; deltas and states go from island to island.
 
 The server trusts every client, as torch's rendezvous does: open its port to the machines of the run alone. Once it has ended no
 agreement is possible: all islands end with an error message, and resume from their checkpoints with the next server.

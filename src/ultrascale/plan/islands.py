@@ -2,7 +2,7 @@
 (`description.sections.islands`). The effect on the loss is not predicted; `ultrascale plan far` prints seconds for a link.
 
     sent by a rank    2 (N - 1) pieces of each bucket; a piece is the bucket's elements / (replicas x islands), rounded up
-    kept by a rank    anchor, momentum, residuals and moves in flight, in the dtype of weights between steps
+    kept by a rank    anchor, momentum, residuals and deltas in flight, in the dtype of weights between steps
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def sent_by_rank(run: Run, rank: int) -> Counter[int]:
 
 
 def host_bytes(run: Run, rank: int) -> int:
-    """Peak bytes of host memory for a rank's outer-step tensors; with a quorum also the moves in flight of all fragments (as
+    """Peak bytes of host memory for a rank's outer-step tensors; with a quorum also the deltas in flight of all fragments (as
     after the run's last step)."""
     islands, elements = run.islands, sum(prod(part_shape(weight, run.layout, rank)) for weight in _weights_of_rank(run, rank))
     kept = elements * islands.kept_tensors
