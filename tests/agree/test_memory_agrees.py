@@ -32,7 +32,7 @@ def difference_percent(model, layout: Layout, length: int, num_micro_batches: in
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full", "every-k"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "fp8"])
+@pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16", "fp16", "fp8"])
 def test_the_planned_peak_of_one_process_is_the_measured_one(precision, recompute) -> None:
     layout = Layout(micro_batch_size=2, precision=precision, recompute=recompute)
     assert abs(difference_percent(DEMO, layout, length_of(precision), 2)) < 0.05
@@ -67,7 +67,7 @@ def test_where_gradients_weigh_more_than_activations_the_planned_peak_is_the_mea
 
 @pytest.mark.parametrize(("zero_stage", "recompute"), [(0, "none"), (1, "every-k"), (2, "full"), (3, "selective")])
 def test_the_planned_peak_of_two_ranks_is_the_measured_one(zero_stage, recompute) -> None:
-    precision = ("fp32", "bf16", "fp32", "fp16")[zero_stage]
+    precision = ("fp32", "bf16", "fp64", "fp16")[zero_stage]
     layout = Layout(dp=2, zero_stage=zero_stage, micro_batch_size=2, precision=precision, recompute=recompute)
     assert abs(difference_percent(DEMO, layout, length_of(precision), 2)) < LIMIT_PERCENT
 

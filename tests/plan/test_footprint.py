@@ -38,7 +38,7 @@ def footprint(model: Model, layout: Layout, *, stack: str | Stack = "ultrascale"
 @given(
     dp=st.sampled_from([1, 2, 8, 64]), zero=st.sampled_from([0, 1, 2, 3]), size=st.sampled_from([1, 2, 4]),
     recompute=st.sampled_from(["none", "selective", "full", "every-k"]), count=st.sampled_from([1, 2, 5]),
-    precision=st.sampled_from(["bf16", "fp16", "fp32"]), bucket=st.sampled_from([1, 2]), documents=st.booleans(),
+    precision=st.sampled_from(["bf16", "fp16", "fp32", "fp64"]), bucket=st.sampled_from([1, 2]), documents=st.booleans(),
 )  # fmt: skip
 @settings(max_examples=80, deadline=None)
 def test_our_own_trainer_takes_what_the_exact_replay_says(

@@ -6,6 +6,8 @@ import json
 import shlex
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -128,6 +130,38 @@ def test_a_larger_batch_is_advised_only_if_more_ranks_could_share_it_and_shard_t
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("No number of these GPUs would do"))
     might = f"other settings, {'a larger batch, ' * advised}a shorter sequence or larger GPUs might."
     assert line == f"No number of these GPUs would do with zero_stage {stage}, tp 1, cp 1, pp 1; {might}"
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw-bf16", "adamw-8bit"])
+def test_the_optimizer_of_a_plan_is_that_of_the_run_it_writes(capsys, tmp_path, optimizer: str) -> None:
+    """A run that was planned with Muon and saved with AdamW would be trained with AdamW, in other memory."""
+    words = ["--model", "llama-3.2-1b", "--gpus", "8xh100", "--seq-len", "2048", "--sequences-per-batch", "64"]
+    saved = str(tmp_path / "run.toml")
+    main(["plan", *words, "--optimizer", optimizer, "--save", saved, "--json"])
+    planned = json.loads(capsys.readouterr().out)
+    main(["plan", saved, "--json"])
+    again = json.loads(capsys.readouterr().out)
+    assert tomllib.loads(Path(saved).read_text())["optimizer"]["name"] == optimizer
+    assert [again[key] for key in ("layout", "memory", "time")] == [planned[key] for key in ("layout", "memory", "time")]
+    main(["plan", *words, "--optimizer", optimizer, "--print-flags"])
+    assert tomllib.loads(capsys.readouterr().out)["optimizer"] == {"name": optimizer}
+    main(["plan", saved, "--brief"])
+    assert "--optimizer.name" not in capsys.readouterr().out.splitlines()[-1]
+    main(["plan", saved, "--optimizer", "adamw-bf16" if optimizer == "muon" else "muon", "--brief"])
+    assert "--optimizer.name" in capsys.readouterr().out.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "length", "helps", "helps_not"),
+    [("1xh100", "4096", "more --gpus", "--seq-len"), ("1xa100-40", "128k", "a shorter --seq-len", "offload")],
+)
+def test_a_shorter_sequence_is_advised_only_if_the_state_alone_fits(
+    capsys, gpus: str, length: str, helps: str, helps_not: str
+) -> None:
+    model = "llama-3-8b" if gpus == "1xh100" else "llama-3.2-1b"
+    assert main(["plan", "--model", model, "--gpus", gpus, "--seq-len", length, "--tokens-per-batch", "512k", "--brief"]) == 1
+    advice = capsys.readouterr().out.splitlines()[-1].partition("   ")[2]
+    assert helps in advice and helps_not not in advice
 
 
 def test_what_does_not_fit_says_so_and_exits_with_one(capsys) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from dataclasses import replace
@@ -30,6 +31,7 @@ from ultrascale.description.layout import Layout
 from ultrascale.description.progress import StepSpan, sequences_after, step_span
 from ultrascale.description.run import Batch, Run
 from ultrascale.launch.forked import RankFailed
+from ultrascale.launch.restarts import account_of
 from ultrascale.parallel.share import Share
 from ultrascale.train.corpora import build_loader
 
@@ -189,6 +191,9 @@ def test_a_run_with_more_steps_done_than_asked_for_is_left_as_it_is(home):
     assert train_here(replace(run, steps=7, checkpoint=replace(run.checkpoint, export=True))).steps_done == STEPS
     assert "already has 12 steps, steps = 7: nothing to do" in (home / "small" / "log.txt").read_text()
     assert (home / "small" / "run.toml").read_text() == described and not (home / "small" / "export").exists()
+    train_here(run)
+    events = [json.loads(line) for line in (home / "small" / "events.jsonl").read_text().splitlines() if line]
+    assert account_of(events).restarts == ()  # every one of the three has ended in order
 
 
 def test_what_is_known_of_weights_is_forgotten_when_others_are_loaded(home, monkeypatch):

@@ -306,7 +306,7 @@ class Layout:
             try:
                 parse_mode(self.recompute)
             except ValueError as error:
-                choices = f"none, selective, full, every-k, auto, blocks, or of {', '.join(MODULES)} some joined by +"
+                choices = f"none, selective, full, every-k, auto, blocks, or of {', '.join(MODULES)}, joined by +"
                 yield Problem("layout.recompute", str(error), f"Choose one of {choices}.")
         try:
             modes_of(blocks)

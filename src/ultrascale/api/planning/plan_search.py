@@ -249,7 +249,8 @@ def _described(
     batch = {
         key: value for flag, key in SHORT.items() if key.startswith("batch.") and (value := getattr(options, flag)) is not None
     }
-    words = [*as_flags(model_settings(options.model) | {"cluster": options.gpus} | batch), *run_words]
+    optimizer = {} if options.optimizer is None else {SHORT["optimizer"]: options.optimizer}
+    words = [*as_flags(model_settings(options.model) | {"cluster": options.gpus} | batch | optimizer), *run_words]
     defaults = run_defaults(options, dp=1) | {"layout.precision": base.precision}
     length = resolve(None, words, defaults=defaults).run.batch.sequence_length
     entry = read_flags(words, []).entries.get("batch.tokens_per_batch")

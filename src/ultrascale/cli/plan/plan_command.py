@@ -87,20 +87,33 @@ def _next_command(chosen: RunPlan, request: PlanRequest) -> str:
         if chosen.memory.by_category["other"] > chosen.capacity_bytes:  # the tokens of a step, which no layout makes fewer
             return " ".join(words) + "   with a smaller batch, or more --gpus"
         if layout.zero_stage == 3 and layout.recompute == "full":
-            return " ".join(words) + "   with more --gpus, or a shorter --seq-len"
+            return " ".join(words) + f"   {what_would_fit(chosen)}"
         return " ".join([*words, "--layout.zero-stage 3 --layout.recompute full"])
     run = options.file or options.save
     if run is not None:
-        return next_of_run(chosen, [run, *(request.settings if options.file else [])])
+        short = [] if options.optimizer is None else ["--optimizer.name", options.optimizer]
+        return next_of_run(chosen, [run, *([*request.settings, *short] if options.file else [])])
     open_words = [] if has_flag(request.words, "zero-stage") else ["--zero-stage", str(layout.zero_stage)]
     open_words += [] if has_flag(request.words, "recompute") else ["--recompute", layout.recompute]
     return " ".join([*words, *open_words, "--save run.toml"])
 
 
+def what_would_fit(chosen: RunPlan) -> str:
+    """Changes after which a layout that shards and recomputes all it can might fit. A shorter sequence is none where parameters
+    and optimizer state alone are too large."""
+    might = ["more --gpus"]
+    if chosen.memory.between_steps.total < chosen.usable_bytes:
+        might.append("a shorter --seq-len")
+    without_state = chosen.needed_bytes - chosen.memory.by_category["optimizer"]
+    if chosen.stack.name == "ultrascale" and not chosen.run.layout.offload_optimizer and without_state < chosen.usable_bytes:
+        might.append("--layout.offload-optimizer true")
+    return f"with {', or '.join(might)}"
+
+
 def next_of_run(chosen: RunPlan, words: list[str]) -> str:
     """Next commands for a run's file (and settings over it): train it, pass it to its framework, or trace its step."""
     optimizer = chosen.stack.optimizer
-    optimizer_words = [] if optimizer == DEFAULT_OPTIMIZER or "--optimizer.name" in words else ["--optimizer.name", optimizer]
+    optimizer_words = [] if optimizer in (DEFAULT_OPTIMIZER, chosen.run.optimizer.name) else ["--optimizer.name", optimizer]
     arguments = shlex.join([*words, *optimizer_words])
     if chosen.stack.name != "ultrascale":
         changed = changed_settings(chosen.stack).items()

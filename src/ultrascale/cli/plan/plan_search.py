@@ -9,7 +9,7 @@ from rich.text import Text
 from ultrascale.api.planning.plan_request import BRIEF_ROWS, PlanRequest
 from ultrascale.api.planning.plan_result import Plan
 from ultrascale.api.planning.plan_search import SearchOutcome
-from ultrascale.cli.plan.plan_command import next_command_words, next_of_run, num_tokens
+from ultrascale.cli.plan.plan_command import next_command_words, next_of_run, num_tokens, what_would_fit
 from ultrascale.cli.terminal.screen import console_for_people
 from ultrascale.description.units import count_of, format_bytes, parse_tokens
 from ultrascale.plan.report import RunPlan, not_trainable
@@ -62,7 +62,7 @@ def first_with_headroom(result: SearchResult, chosen: RunPlan) -> str:
         if headroom >= TIGHT_BYTES:
             slower = prediction.step_seconds / best.step_seconds - 1
             return f"number {number} has {format_bytes(headroom)} of headroom and a step {slower:+.1%} as long"
-    return "no layout of the ranking has more"
+    return f"no layout of the ranking has {format_bytes(TIGHT_BYTES)}"
 
 
 def _batch_note(text: str | None, workload: Workload) -> str:
@@ -102,7 +102,7 @@ def _what_might_fit(searched: SearchOutcome) -> str:
 def _next_command(chosen: RunPlan, request: PlanRequest) -> str:
     words = ["ultrascale plan", shlex.join(next_command_words(request))]
     if not chosen.fits:
-        return " ".join(words) + "   with more --gpus, or a shorter --seq-len"
+        return " ".join(words) + f"   {what_would_fit(chosen)}"
     if request.options.save is not None:
         return next_of_run(chosen, [request.options.save])
     if chosen.stack.name != "ultrascale":

@@ -175,7 +175,8 @@ def _fsdp(
     ends = np.where(both_ends & (table.pp > 1), 0.5, 1.0) * root  # of one stage, which are reduced together
     waits = table.pp > 1
     to_shard = others_dense * (1 - 1 / n) + others_experts * (1 - 1 / expert_shard)
-    summed_in = np.minimum(MASTERS[table.precision], workload.stack.gradient_bytes)
+    masters = MASTERS[table.precision]
+    summed_in = np.minimum(masters, masters / 4 * workload.stack.gradient_bytes)
     kept = np.where(scatters & workload.stack.keeps_reduced & (r != summed_in), r, 0.0)
     scattered = np.where(state.lone_experts > 0, 0.0, 1.0)
     summed_at_first = state.gradients - np.where(whole_sums & is_sharded, wide * to_shard / held_stages, 0.0)

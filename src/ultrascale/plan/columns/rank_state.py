@@ -98,8 +98,9 @@ def rank_state(workload: Workload, table: LayoutTable, stages: Stages, micro_bat
     sharded_gradients = np.where(grows & ~gathers, total, sharded)
     whole_gradients = np.where(table.zero_stage >= stack.shards_gradients_from, sharded, total)
     summed = np.where(wide, compute, stack.gradient_bytes)
-    kept_itemsize = np.minimum(master, stack.master_bytes)  # a model made in bf16 has no wider copy
-    sharded_itemsize = np.minimum(master, stack.gradient_bytes) if in_buckets else summed
+    widths = master / 4  # a stack's bytes are those of runs with fp32 masters; of fp64 all are twice as wide
+    kept_itemsize = np.minimum(master, widths * stack.master_bytes)  # a model made in bf16 has no wider copy
+    sharded_itemsize = np.minimum(master, widths * stack.gradient_bytes) if in_buckets else summed
     reduced = np.where(wide, compute, np.minimum(table.reduce_itemsize, stack.reduce_bytes)).astype(float)
     lone = np.where((expert_shard > 1) | stack.shards_lone_experts | ~gathers, 0.0, expert)
     whole_sums = np.where(table.dp * table.cp > 1, reduced, sharded_itemsize) * (

@@ -125,10 +125,12 @@ class Shards:
         compute, master = DTYPE_BYTES[layout.precision], DTYPE_BYTES[layout.master_dtype]
         self.compute_itemsize = compute
         self.is_wide, masters_are_gathered = compute >= master, stack.gathers == "buckets"
-        self.master_itemsize = min(master, stack.master_bytes) if masters_are_gathered or self.is_wide else stack.weight_bytes
-        self.separate_master_itemsize = 0 if masters_are_gathered or self.is_wide else stack.master_bytes
+        widths = master // 4  # a stack's bytes are those of runs with fp32 masters; of fp64 all are twice as wide
+        keeps_masters = masters_are_gathered or self.is_wide
+        self.master_itemsize = min(master, widths * stack.master_bytes) if keeps_masters else stack.weight_bytes
+        self.separate_master_itemsize = 0 if keeps_masters else stack.master_bytes
         gradient_itemsize = compute if self.is_wide else stack.gradient_bytes
-        self.sum_itemsize = min(master, stack.gradient_bytes) if masters_are_gathered else gradient_itemsize
+        self.sum_itemsize = min(master, widths * stack.gradient_bytes) if masters_are_gathered else gradient_itemsize
         self.casts_alone = not self.sharded and compute != self.master_itemsize
         self.narrow_itemsize = int(NARROW.get(layout.precision, 0))
         reduced = DTYPE_BYTES[layout.gradient_reduce_dtype]

@@ -5,12 +5,12 @@ as the rest of N. Hundreds of meshes are enumerated in plain Python; refusals ar
 size, micro-batch, recomputation) is a product of short lists, made once per (dp, kind of pipeline) and repeated in NumPy.
 
 Not searched, because another layout is at least as fast in no more memory: tensor parallelism without sequence parallelism
-(same traffic, more activations), AFAB (1F1B has the same bubble and holds fewer micro-batches), DualPipe (DualPipe-V has the
-same bubble and holds the weights once), and context parallelism with a micro-batch that has a common factor with cp: m
-sequences over cp ranks are as many tokens per rank as m/2 over cp/2 with twice the dp, in as many micro-batches, with less
-traffic (`tests/plan/test_search.py` prices both). Rings over groups of ranks that swap heads are searched if cp spans nodes,
-with groups as large as the node and the heads allow: swaps wait for the network, rings do not. Requesting one of these by name
-includes it.
+(same traffic, more activations), AFAB (1F1B has the same bubble and holds fewer micro-batches), DualPipe (DualPipe-V holds
+the weights once, for a bubble half a pass longer), and context parallelism with a micro-batch that has a common factor with
+cp: m sequences over cp ranks are as many tokens per rank as m/2 over cp/2 with twice the dp, in as many micro-batches, with
+less traffic (`tests/plan/test_search.py` prices both). Rings over groups of ranks that swap heads are searched if cp spans
+nodes, with groups as large as the node and the heads allow: swaps wait for the network, rings do not. Requesting one of these
+by name includes it.
 """
 
 from __future__ import annotations

@@ -19,13 +19,13 @@ def notes(plan: RunPlan) -> list[str]:
 
 
 def mask_fraction(plan: RunPlan) -> float:
-    """Fraction by which the step is longer because of document masks (packed sequences); 0 without them."""
+    """Fraction of the step that document masks (packed sequences) cost; 0 without them."""
     if plan.prediction is None or not plan.run.data.document_mask:
         return 0.0
     from ultrascale.plan.time.price import predict  # here: a CPU is planned without NumPy
 
     workload = replace(plan.prediction.workload, documents=False)
-    return plan.prediction.step_seconds / predict(workload, plan.run.layout).step_seconds - 1
+    return 1 - predict(workload, plan.run.layout).step_seconds / plan.prediction.step_seconds
 
 
 def _tight(plan: RunPlan) -> str:

@@ -104,7 +104,8 @@ def _batch_note(result: SearchResult) -> str:
     if batch < gpus or shared * 2 > gpus:
         return ""
     nearest = round(batch / gpus) * gpus
-    return f"  At most {shared} of {count_of(gpus, 'GPU')} can share {count_of(batch, 'sequence')}; all could share {nearest}."
+    sequences = count_of(batch, "sequence")
+    return f"  At most {shared:,} of {count_of(gpus, 'GPU')} can share {sequences}; all could share {nearest:,}."
 
 
 def _runs(prediction: Prediction) -> str:
