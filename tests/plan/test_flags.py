@@ -50,6 +50,7 @@ PIPED = Layout(
 
 def test_megatron_gets_its_arguments() -> None:
     words = megatron_words(trainer_flags(workload("megatron"), PIPED))
+    assert (words["attention-dropout"], words["hidden-dropout"]) == ("0.0", "0.0")  # Megatron would take 0.1
     wanted = {
         "tensor-model-parallel-size": "4", "pipeline-model-parallel-size": "4", "num-virtual-stages-per-pipeline-rank": "2",
         "micro-batch-size": "2", "global-batch-size": "512", "seq-length": "8192", "num-layers": "32", "num-query-groups": "8",

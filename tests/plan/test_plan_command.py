@@ -151,6 +151,21 @@ def test_the_optimizer_of_a_plan_is_that_of_the_run_it_writes(capsys, tmp_path, 
     assert "--optimizer.name" in capsys.readouterr().out.splitlines()[-1]
 
 
+def test_an_optimizer_that_is_another_trainers_own_is_said_where_it_differs(capsys, tmp_path) -> None:
+    """HAI-LLM's moments are bf16: a run that says adamw, which is the default, does not say that they are not."""
+    words = ["--model", "llama-3.2-1b", "--gpus", "8xh800", "--seq-len", "2048", "--sequences-per-batch", "64", "--brief"]
+    for optimizer, said in (("adamw", True), ("adamw-bf16", False)):
+        saved = str(tmp_path / f"{optimizer}.toml")
+        main(["plan", *words, "--stack", "hai-llm", "--optimizer", optimizer, "--save", saved])
+        assert (f"--optimizer {optimizer}" in capsys.readouterr().out.splitlines()[-1]) == said
+
+
+def test_an_optimizer_that_cannot_be_offloaded_is_refused_in_a_search_as_in_a_file(capsys) -> None:
+    words = ["--model", "llama-3.2-1b", "--gpus", "8xh100", "--layout.offload-optimizer", "true", "--optimizer", "muon"]
+    assert main(["plan", *words]) == 2
+    assert "layout.offload_optimizer updates on the host, by adamw alone" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("gpus", "length", "helps", "helps_not"),
     [("1xh100", "4096", "more --gpus", "--seq-len"), ("1xa100-40", "128k", "a shorter --seq-len", "offload")],

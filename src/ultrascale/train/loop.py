@@ -64,8 +64,7 @@ def train(
             done, request_stop = session.trainer.steps_done, session.trainer.request_stop
             if done > session.run.steps:
                 session.metrics.line(f"already has {count_of(done, 'step')}, steps = {run.steps}: nothing to do")
-                session.metrics.event("end", step=done)
-                return Outcome(done, False, None)
+                return finish(session, Outcome(done, False, None))
             with on_stop_signal(request_stop), session.folder.watched(request_stop):
                 with explained_out_of_memory(session.run, session.ranks.rank, session.folder.path / "run.toml"):
                     outcome = steps(session)

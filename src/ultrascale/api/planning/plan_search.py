@@ -16,6 +16,7 @@ from ultrascale.catalogue.cluster import Cluster
 from ultrascale.catalogue.stacks.stack import Stack
 from ultrascale.config.layers import read_flags
 from ultrascale.config.resolve import resolve, sequences_for_tokens
+from ultrascale.config.rules.run_rules import offloaded_optimizer
 from ultrascale.config.rules.trainable import untrainable
 from ultrascale.config.schema import INVALID, ValueContext, convert, leaves
 from ultrascale.description.architecture.model import Model
@@ -111,7 +112,10 @@ def searched(
     constraints, base = _choices(settings)
     run, requested_tokens = _described(options, run_words, constraints, base, cluster)
     refuse_imbalance(options, run.model)
-    if problems := not_searched(stack, base):
+    problems = not_searched(stack, base)
+    if stack.name == "ultrascale":
+        problems = [*problems, *offloaded_optimizer(replace(run, layout=base))]
+    if problems:
         raise SpecError(problems)
     workload = workload_of(replace(run, layout=base), cluster, stack, **conditions(options))
     if options.runnable:

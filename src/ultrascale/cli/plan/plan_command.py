@@ -9,7 +9,7 @@ from ultrascale.api.planning.plan import answer
 from ultrascale.api.planning.plan_request import PlanOptions, PlanRequest
 from ultrascale.api.planning.plan_result import Plan
 from ultrascale.api.planning.run_of import has_flag
-from ultrascale.catalogue.stacks.stack_files import changed_settings
+from ultrascale.catalogue.stacks.stack_files import changed_settings, stack_file
 from ultrascale.cli.terminal.parse import parse_with_overrides, take_settings
 from ultrascale.cli.terminal.screen import console_for_people, print_json, waiting
 from ultrascale.description.units import parse_tokens
@@ -98,27 +98,31 @@ def _next_command(chosen: RunPlan, request: PlanRequest) -> str:
     return " ".join([*words, *open_words, "--save run.toml"])
 
 
-def what_would_fit(chosen: RunPlan) -> str:
+def what_would_fit(chosen: RunPlan, *, more_gpus: bool = True) -> str:
     """Changes after which a layout that shards and recomputes all it can might fit. A shorter sequence is none where parameters
-    and optimizer state alone are too large."""
-    might = ["more --gpus"]
+    and optimizer state alone are too large. `more_gpus`: some number of them would do, or it is not known that none would."""
+    might = ["more --gpus"] if more_gpus else []
     if chosen.memory.between_steps.total < chosen.usable_bytes:
         might.append("a shorter --seq-len")
     without_state = chosen.needed_bytes - chosen.memory.by_category["optimizer"]
-    if chosen.stack.name == "ultrascale" and not chosen.run.layout.offload_optimizer and without_state < chosen.usable_bytes:
+    can_offload = chosen.stack.name == "ultrascale" and chosen.stack.optimizer == DEFAULT_OPTIMIZER
+    can_offload = can_offload and chosen.run.islands.count == 1 and not chosen.run.layout.offload_optimizer
+    if can_offload and without_state < chosen.usable_bytes:
         might.append("--layout.offload-optimizer true")
-    return f"with {', or '.join(might)}"
+    return f"with {', or '.join(might or ['larger GPUs'])}"
 
 
 def next_of_run(chosen: RunPlan, words: list[str]) -> str:
     """Next commands for a run's file (and settings over it): train it, pass it to its framework, or trace its step."""
-    optimizer = chosen.stack.optimizer
-    optimizer_words = [] if optimizer in (DEFAULT_OPTIMIZER, chosen.run.optimizer.name) else ["--optimizer.name", optimizer]
-    arguments = shlex.join([*words, *optimizer_words])
+    optimizer, of_run = chosen.stack.optimizer, chosen.run.optimizer.name
     if chosen.stack.name != "ultrascale":
-        changed = changed_settings(chosen.stack).items()
-        stack = shlex.join([chosen.stack.name, *(word for key, value in changed for word in (f"--stack.{key}", str(value)))])
-        return f"ultrascale plan {arguments} --stack {stack} --print-flags"
+        changed = changed_settings(chosen.stack)
+        stack = [chosen.stack.name, *(word for key, value in changed.items() for word in (f"--stack.{key}", str(value)))]
+        again = stack_file(chosen.stack.name).stack.optimizer if of_run == DEFAULT_OPTIMIZER else of_run
+        short = [] if optimizer == again or "optimizer" in changed else ["--optimizer", optimizer]
+        return f"ultrascale plan {shlex.join([*words, *short, '--stack', *stack])} --print-flags"
+    optimizer_words = [] if optimizer in (DEFAULT_OPTIMIZER, of_run) else ["--optimizer.name", optimizer]
+    arguments = shlex.join([*words, *optimizer_words])
     if not_trainable(chosen.run):
         return f"ultrascale plan {arguments} --perfetto step.json   (`ultrascale train` cannot run it)"
     return f"ultrascale check {arguments}   then  ultrascale train {arguments}"

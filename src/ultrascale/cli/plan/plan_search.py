@@ -48,7 +48,7 @@ def show_search(plan: Plan, searched: SearchOutcome) -> None:
         console.print(Text(spare, style="yellow"))
     if not options.brief:
         console.print()
-    console.print(f"[bold]next[/bold]  {_next_command(plan.chosen, plan.request)}", soft_wrap=True)
+    console.print(f"[bold]next[/bold]  {_next_command(plan.chosen, plan.request, searched)}", soft_wrap=True)
 
 
 def first_with_headroom(result: SearchResult, chosen: RunPlan) -> str:
@@ -99,10 +99,10 @@ def _what_might_fit(searched: SearchOutcome) -> str:
     return ", ".join([*might, "a shorter sequence or larger GPUs"])
 
 
-def _next_command(chosen: RunPlan, request: PlanRequest) -> str:
+def _next_command(chosen: RunPlan, request: PlanRequest, searched: SearchOutcome) -> str:
     words = ["ultrascale plan", shlex.join(next_command_words(request))]
     if not chosen.fits:
-        return " ".join(words) + f"   {what_would_fit(chosen)}"
+        return " ".join(words) + f"   {what_would_fit(chosen, more_gpus=searched.smallest_that_fits is not None)}"
     if request.options.save is not None:
         return next_of_run(chosen, [request.options.save])
     if chosen.stack.name != "ultrascale":

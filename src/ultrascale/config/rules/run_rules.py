@@ -215,7 +215,7 @@ def _loss_scale(run: Run) -> Iterator[Problem]:
             yield Problem(f"loss_scale.{name}", rule, f"{getattr(LossScale, name):g} is usual.")
 
 
-def _offloaded_optimizer(run: Run) -> Iterator[Problem]:
+def offloaded_optimizer(run: Run) -> Iterator[Problem]:
     """An optimizer offloaded to the host must be adamw."""
     if run.layout.offload_optimizer and run.optimizer.name != "adamw":
         rule = f"is {run.optimizer.name}, but layout.offload_optimizer updates on the host, by adamw alone"
@@ -424,7 +424,7 @@ RULES: tuple[Rule[Run], ...] = (
     Rule(("steps", "optimizer.warmup_steps", "optimizer.decay_steps", "optimizer.schedule"), _schedule),
     Rule(("loss_scale",), _loss_scale),
     Rule(("layout", "model"), _fp8_blocks),
-    Rule(("optimizer.name", "layout.offload_optimizer"), _offloaded_optimizer),
+    Rule(("optimizer.name", "layout.offload_optimizer"), offloaded_optimizer),
     Rule(("checkpoint.every_steps", "checkpoint.keep_every_steps"), _checkpoints),
     Rule(("layout.recompute", "layout.recompute_every"), _recompute_every),
     Rule(("layout.attention", "layout.cp", "layout.precision", "device", "data.document_mask", "model"), _attention),

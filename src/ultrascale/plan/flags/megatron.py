@@ -45,8 +45,8 @@ def _model(plan: TrainerPlan) -> dict[str, Any]:
         "seq-length": plan.workload.sequence_length,
         "max-position-embeddings": model.max_position_embeddings,
         "swiglu": model.gated_mlp and model.activation == "silu",
-        "attention-dropout": model.dropout,  # Megatron's defaults are 0.1
-        "hidden-dropout": model.dropout,
+        "attention-dropout": "0.0",  # Megatron's defaults are 0.1; ours has none on attention weights
+        "hidden-dropout": str(model.dropout),
         "norm-epsilon": model.norm_eps,
         "normalization": "RMSNorm" if model.norm == "rmsnorm" else "LayerNorm",
         "position-embedding-type": "rope" if model.position_embedding == "rotary" else "learned_absolute",
