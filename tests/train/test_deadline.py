@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from train.small_runs import curve, make_corpus, same, small_run, state, train_here, train_ranks
 
 from ultrascale.cli.main import main
@@ -41,6 +42,22 @@ def test_all_ranks_leave_at_one_step_although_only_one_clock_says_so_and_the_run
     calm = replace(run, name="calm")
     train_ranks(calm)
     assert curve(run) == curve(calm) and same(state(run), state(calm))
+
+
+def test_the_log_says_why_all_left_if_another_rank_was_the_first_to_ask(tmp_path, monkeypatch):
+    """Rank 0 writes the log; on a busy machine another one's step took longer, and it asked alone."""
+    make_corpus(tmp_path / "tokens")
+    after_step = Deadline.after_step
+
+    def on_rank_1(deadline: Deadline, seconds: float, save_seconds: float | None) -> str:
+        why = after_step(deadline, seconds, save_seconds)
+        return why if torch.distributed.get_rank() else ""
+
+    monkeypatch.setattr(Deadline, "after_step", on_rank_1)
+    run = small_run(tmp_path, layout=Layout(dp=2, micro_batch_size=2))
+    outcomes = train_ranks(run, leave_by=time.time() + LEAVING_SECONDS / 2)
+    assert [one["steps_done"] for one in outcomes] == [1, 1] and all(one["stopped"] for one in outcomes)
+    assert "left after step 1: the job's time is over in " in (tmp_path / run.name / "log.txt").read_text()
 
 
 def test_the_command_passes_the_time_on_to_the_ranks_it_starts(tmp_path, monkeypatch):

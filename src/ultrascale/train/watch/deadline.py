@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from ultrascale.launch.stopping import SAME_REQUEST_SECONDS, handled_by
-from ultrascale.train.session.moments import LoopObserver, Session, StepDone
+from ultrascale.train.session.moments import LoopObserver, Outcome, Session, StepDone
 
 SAFETY = 2.0
 LEAVING_SECONDS = 30.0
@@ -47,10 +47,14 @@ class Deadline:
         """Record a step and the last save. Returns the reason to exit before the next step, or an empty string."""
         self._steps = [seconds] if not self._steps else [self._steps[0], max(seconds, *self._steps[1:], 0.0)]
         self.save_seconds = max(self.save_seconds, save_seconds or 0.0)
-        if self.leave_by is None:
+        return self.reason()
+
+    def reason(self, margin: float = 1.0) -> str:
+        """Reason to exit now, if less than `margin` times what a step, a save and leaving may take is left; else empty."""
+        if self.leave_by is None or not self._steps:
             return ""
         left, needed = self.leave_by - self.now(), SAFETY * (self._steps[-1] + self.save_seconds) + LEAVING_SECONDS
-        if left >= needed:
+        if left >= margin * needed:
             return ""
         return f"the job's time is over in {max(0.0, left):.0f} s, of which a step, a save and leaving may take {needed:.0f} s"
 
@@ -63,6 +67,8 @@ class LeftInTime(LoopObserver):
         self.step_seconds: float | None = None
         """Seconds of a step that is not yet recorded."""
         self.save_seconds: float | None = None
+        self.asked = False
+        """True once this rank has asked for the stop."""
 
     def after_step(self, session: Session, done: StepDone) -> None:
         """Store its duration."""
@@ -80,6 +86,12 @@ class LeftInTime(LoopObserver):
         if why and not session.trainer.stop_requested:
             session.metrics.line(f"saving and leaving after step {session.trainer.steps_done}: {why}")
             session.trainer.request_stop()
+            self.asked = True
+
+    def ended(self, session: Session, outcome: Outcome) -> None:
+        """Log the reason if another rank, which logs nothing, asked first."""
+        if outcome.stopped and not self.asked and (why := self.deadline.reason(SAFETY)):
+            session.metrics.line(f"left after step {outcome.steps_done}: {why}")
 
 
 @contextmanager
