@@ -250,11 +250,9 @@ def _described(
     """The run without its layout, and its tokens per batch as written. `dp` stands in for the layout, so that a batch such as
     4M becomes one that many ranks can share."""
     assert options.model is not None
-    batch = {
-        key: value for flag, key in SHORT.items() if key.startswith("batch.") and (value := getattr(options, flag)) is not None
-    }
-    optimizer = {} if options.optimizer is None else {SHORT["optimizer"]: options.optimizer}
-    words = [*as_flags(model_settings(options.model) | {"cluster": options.gpus} | batch | optimizer), *run_words]
+    given = {key: value for flag, key in SHORT.items() if (value := getattr(options, flag)) is not None}
+    kept = {key: value for key, value in given.items() if not key.startswith("layout.")}  # a layout is searched
+    words = [*as_flags(model_settings(options.model) | {"cluster": options.gpus} | kept), *run_words]
     defaults = run_defaults(options, dp=1) | {"layout.precision": base.precision}
     length = resolve(None, words, defaults=defaults).run.batch.sequence_length
     entry = read_flags(words, []).entries.get("batch.tokens_per_batch")
