@@ -13,6 +13,7 @@ from ultrascale.catalogue.stacks.stack_files import STACKS
 from ultrascale.description.layout import Layout
 from ultrascale.description.units import format_bytes, format_seconds
 from ultrascale.plan.search.explain import MORE_MEMORY_BYTES, binding, changes, marginals, rungs
+from ultrascale.plan.search.scaling import better_clusters
 from ultrascale.plan.search.search import SearchResult, search
 from ultrascale.plan.time.price import predict
 from ultrascale.plan.view.cost import cost
@@ -120,6 +121,18 @@ def test_the_front_of_time_and_memory_is_told_from_end_to_end(result: SearchResu
         assert line.split()[:2] == format_seconds(one.step_seconds).split()
         assert format_bytes(float(one.memory.needed)) in line
     assert f"{len(result.front) - MAX_FRONT} more between them" in lines[MAX_FRONT]
+
+
+def test_explained_times_are_those_of_the_ranking_where_a_schedule_pairs_passes() -> None:
+    workload = Workload(preset("mixtral-8x7b"), parse_cluster("64xh100"), 4096, 512, STACKS["ultrascale"])
+    found = search(workload, constraints={"cp": (1,), "schedule": ("dualpipe-v",), "pp": (2, 4)})
+    for one in found.front:
+        assert one.step_seconds == pytest.approx(predict(workload, one.layout).step_seconds)
+    assert found.front[0].step_seconds <= min(one.step_seconds for one in found.ranked)
+    assert rungs(found)[-1].fastest_seconds == pytest.approx(found.front[0].step_seconds, rel=0.005)
+    other, best = better_clusters(workload, constraints={"cp": (1,)})[0]
+    alone = search(replace(workload, cluster=other), constraints={"cp": (1,)}).best
+    assert alone is not None and best.step_seconds == pytest.approx(alone.step_seconds)
 
 
 def test_a_ranking_says_how_far_its_times_may_be_off(result: SearchResult) -> None:

@@ -34,3 +34,20 @@ def test_a_column_parallel_layer_hides_its_own_backward_traffic_where_it_is_fuse
     rest = layers * (block.tp_forward[0] + block.tp_backward[0]) - gone
     assert exposed[0] == pytest.approx(rest * (1 - CONSTANTS.tensor_parallel_hidden), rel=0.02)
     assert exposed[1] == pytest.approx(rest + gone, rel=0.02)
+
+
+@pytest.mark.parametrize("schedule", ["dualpipe-v", "dualpipe"])
+def test_only_the_experts_traffic_depends_on_the_links_whatever_pairs_hide_of_it(schedule: str) -> None:
+    virtual = 2 if schedule == "dualpipe-v" else 1
+    layout = Layout(dp=16, pp=4, ep=8, virtual_stages=virtual, schedule=schedule, zero_stage=1, precision="bf16")
+    slow = Workload(preset("mixtral-8x7b"), parse_cluster("64xh100"), 4096, 512, STACKS["ultrascale"])
+    link = slow.cluster.node.intra_link
+    assert link is not None
+    faster = replace(link, bytes_per_second=replace(link.bytes_per_second, value=1e3 * link.bytes_per_second.value),
+                     achieved_bytes_per_second=None)  # fmt: skip
+    fast = replace(slow, cluster=replace(slow.cluster, node=replace(slow.cluster.node, intra_link=faster)))
+    found, quick = (predict(one, layout).waterfall for one in (slow, fast))
+    assert found["expert_parallel"] > 1.5 * quick["expert_parallel"] > 0
+    assert all(part >= 0 for part in (*found.values(), *quick.values()))
+    assert found["compute"] == pytest.approx(quick["compute"], rel=1e-9)
+    assert found["bubble"] == pytest.approx(quick["bubble"], rel=1e-9)

@@ -28,19 +28,7 @@ def ranking(result: SearchResult) -> dict[str, Any]:
         note += f" {tied} are within {TIE:.0%} of the first: only a measurement can tell them apart."
     if not result.ranked:
         note = no_layout_fits(result)
-    return {"rows": rows, "note": note, "front": [_row(prediction, result, ours=ours) for prediction in _front(result)]}
-
-
-def _front(result: SearchResult) -> list[Prediction]:
-    """The front, with the better estimates of ranked layouts: their schedules are simulated action by action, and memory is
-    simulated."""
-    known = {prediction.layout: prediction for prediction in (*result.front, *result.ranked)}.values()
-    front, least = [], float("inf")
-    for prediction in sorted(known, key=lambda prediction: (prediction.step_seconds, float(prediction.memory.needed))):
-        need = float(prediction.memory.needed)
-        if need < least:
-            front, least = [*front, prediction], need
-    return front
+    return {"rows": rows, "note": note, "front": [_row(prediction, result, ours=ours) for prediction in result.front]}
 
 
 def _row(prediction: Prediction, result: SearchResult, *, ours: bool) -> dict[str, Any]:

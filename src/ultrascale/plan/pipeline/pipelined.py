@@ -108,6 +108,18 @@ def with_and_without_sends(seconds: StageSeconds, num_stages: int) -> StageSecon
     return replace(seconds, send=np.broadcast_to([0.0, send_seconds], (num_stages - 1, 2)))
 
 
+def without_expert_parallel(seconds: StageSeconds) -> StageSeconds:
+    """`seconds` without messages and without the experts' traffic, which paired passes hide."""
+    return replace(
+        seconds,
+        forward=np.asarray(seconds.forward) - seconds.forward_communication,
+        input_gradient=np.asarray(seconds.input_gradient) - seconds.backward_communication,
+        forward_communication=0.0,
+        backward_communication=0.0,
+        send=0.0,
+    )
+
+
 def waiting_seconds(
     workload: Workload, table: LayoutTable, stages: Stages, passes: PassSeconds, micro_batches: Counts
 ) -> tuple[Floats, Floats]:

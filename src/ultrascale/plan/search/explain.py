@@ -20,7 +20,7 @@ from ultrascale.description.layout import Layout
 from ultrascale.plan.constants import CONSTANTS, Constants
 from ultrascale.plan.layouts import COLUMNS, LayoutTable
 from ultrascale.plan.search.search import PricedLayouts, SearchResult, fastest_of_each_schedule
-from ultrascale.plan.time.price import Prediction, predict, price
+from ultrascale.plan.time.price import Prediction, predict, predict_rows, price
 from ultrascale.plan.workload import Workload
 
 MORE_MEMORY_BYTES = 10e9
@@ -41,7 +41,7 @@ class Rung:
     """Memory of the layout that needs least, everything before this rung allowed too."""
     fits: bool
     fastest_seconds: float | None
-    """Seconds of a step of the fastest layout that fits and was priced; None if none does."""
+    """Seconds of a step of the fastest layout that fits, predicted like the ranking; None if none does."""
 
 
 @dataclass(frozen=True)
@@ -92,9 +92,9 @@ def rungs(result: SearchResult) -> list[Rung]:
 
 def _rung(name: str, result: SearchResult, rows: NDArray[np.bool_]) -> Rung:
     priced = result.fully_priced
-    fitting = rows & priced.fits
-    fastest = float(priced.step_seconds[fitting].min()) if fitting.any() else None
-    return Rung(name, int(rows.sum()), float(priced.peak_bytes[rows].min()), bool(fitting.any()), fastest)
+    best = fastest_of_each_schedule(priced.table, priced.step_seconds, rows & priced.fits, PLAYED)
+    seconds = [prediction.step_seconds for prediction in predict_rows(result.workload, priced.table.take(best))]
+    return Rung(name, int(rows.sum()), float(priced.peak_bytes[rows].min()), bool(seconds), min(seconds, default=None))
 
 
 # The choices of a layout, and the columns that may change with each; dp follows from the number of devices.

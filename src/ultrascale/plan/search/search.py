@@ -99,8 +99,6 @@ class SearchResult:
     priced: PricedLayouts
     ranked: tuple[Prediction, ...]
     """Layouts that fit, by ascending expected time."""
-    front: tuple[Prediction, ...]
-    """Pareto front of time and memory among layouts that fit, the fastest first; with pipeline bubbles by formula."""
     smallest: Prediction | None
     """The layout that needs the least memory, whether it fits or not; None if there is no legal layout."""
     seconds: float
@@ -122,6 +120,14 @@ class SearchResult:
     def replayed(self, shown: int | None) -> SearchResult:
         """This result with the first `shown` layouts replayed (default: `REPLAYED`), if fewer were."""
         return replace(self, ranked=tuple(_first_replayed(self.ranked, shown or REPLAYED)))
+
+    @cached_property
+    def front(self) -> tuple[Prediction, ...]:
+        """Pareto front of time and memory among layouts that fit, the fastest first: of `ranked` and of those on the front by
+        formulas, each predicted like the ranking. Memory is from columns where the ranking was not replayed."""
+        by_formulas = predict_rows(self.workload, self.priced.table.take(_front(self.priced)))
+        fitting = [prediction for prediction in by_formulas if prediction.memory.fits]
+        return tuple(pareto({prediction.layout: prediction for prediction in (*fitting, *self.ranked)}.values()))
 
     @cached_property
     def fully_replayed(self) -> tuple[Prediction, ...]:
@@ -164,17 +170,17 @@ def search(
     ranked = _predict_all(workload, priced, fastest_of_each_schedule(space.table, priced.step_seconds, priced.fits, exact))
     ranked = _first_replayed(ranked, shown or REPLAYED)
     least = int(np.argmin(np.where(priced.was_priced, priced.peak_bytes, np.inf)))
-    front = _front(priced)
-    prices = price(workload, space.table.take([least, *front]))
-    smallest = prices.row(0) if ranked else with_replay(prices.row(0))  # then it is what is printed
+    smallest = price(workload, space.table.take([least])).row(0)
+    if not ranked:
+        smallest = with_replay(smallest)  # then it is what is printed
     if not ranked and smallest.memory.fits:
         ranked, priced.fits[least] = [smallest], True
-    on_front = pareto([prices.row(1 + row) for row in range(len(front))])
-    return SearchResult(workload, priced, tuple(ranked), tuple(on_front), smallest, time.perf_counter() - started)
+    return SearchResult(workload, priced, tuple(ranked), smallest, time.perf_counter() - started)
 
 
 def fastest(workload: Workload, *, base: Layout | None = None, constraints: Constraints | None = None) -> Prediction | None:
-    """Only the fastest layout, which needs the fewest prices; None if nothing fits or no layout is legal."""
+    """Only the best layout, `search(...).best`, with no more memory replayed than that takes; None if nothing fits or no
+    layout is legal."""
     space = legal_layouts(workload, base=base, constraints=constraints)
     if not len(space.table):
         return None
@@ -182,7 +188,7 @@ def fastest(workload: Workload, *, base: Layout | None = None, constraints: Cons
     if not priced.fits.any():
         priced = _across_nodes(workload, base, constraints or {}) or priced
         space = priced.space
-    rows = fastest_of_each_schedule(space.table, priced.step_seconds, priced.fits, 1)
+    rows = fastest_of_each_schedule(space.table, priced.step_seconds, priced.fits, EXACT)
     return next(iter(_first_replayed(_predict_all(workload, priced, rows), 1)), None)
 
 
@@ -403,7 +409,7 @@ def _ranking_key(prediction: Prediction) -> tuple[object, ...]:
     return layout.tp, layout.cp, layout.pp, layout.ep, layout.expert_tp, layout.zero_stage, layout.recompute
 
 
-def pareto(predictions: Sequence[Prediction]) -> list[Prediction]:
+def pareto(predictions: Iterable[Prediction]) -> list[Prediction]:
     """Pareto front of time and memory, the fastest first."""
     front: list[Prediction] = []
     for prediction in sorted(predictions, key=lambda p: (p.step_seconds, p.memory.needed)):

@@ -39,6 +39,7 @@ from ultrascale.plan.pipeline.pipelined import (
     stage_seconds,
     waiting_seconds,
     with_and_without_sends,
+    without_expert_parallel,
 )
 from ultrascale.plan.pipeline.play import StageSeconds
 from ultrascale.plan.split_backward import split_share_of, split_shares
@@ -223,17 +224,15 @@ def _with_simulated_pipeline(prediction: Prediction, placed: Layout, seconds: St
     working = busiest_rank_seconds(placed, seconds, count, split_share)
     more = working - busiest_rank_seconds(placed, seconds, count, 0.0)
     parts["tensor_parallel"] += max(more, 0.0)
-    if (known := layout.known_schedule) and known.pairs:  # the parts do not count what pairs hide
-        working = sum(
-            parts[name] for name in ("compute", "recompute", "tensor_parallel", "context_parallel", "expert_parallel")
-        )
+    alone = silent
+    if (known := layout.known_schedule) and known.pairs:  # which hide the experts' traffic: what it adds is what is not hidden
+        computing = without_expert_parallel(seconds)
+        working = busiest_rank_seconds(placed, computing, count, split_share)
+        alone = float(long_step_seconds(layout.schedule, layout.pp, count, computing, virtual_stages=layout.virtual_stages)[0])
+        parts["expert_parallel"] = silent - alone
+        parts["compute"] += working - sum(parts[name] for name in ("compute", "recompute", "tensor_parallel", "context_parallel"))
     parts["pipeline_sends"] = whole - silent
-    parts["bubble"] = silent - working
-    if parts["bubble"] < 0:  # paired passes hide traffic behind each other's compute
-        hidden, parts["bubble"] = -parts["bubble"], 0.0
-        from_experts = min(hidden, parts["expert_parallel"])
-        parts["expert_parallel"] -= from_experts
-        parts["compute"] -= hidden - from_experts
+    parts["bubble"] = alone - working
     total, whole = _with_storage(prediction.workload, {name: np.asarray(part) for name, part in parts.items()})
     return replace(prediction, step_seconds=float(total), waterfall={name: float(part) for name, part in whole.items()})
 
