@@ -230,7 +230,9 @@ def _with_simulated_pipeline(prediction: Prediction, placed: Layout, seconds: St
         working = busiest_rank_seconds(placed, computing, count, split_share)
         alone = float(long_step_seconds(layout.schedule, layout.pp, count, computing, virtual_stages=layout.virtual_stages)[0])
         parts["expert_parallel"] = silent - alone
-        parts["compute"] += working - sum(parts[name] for name in ("compute", "recompute", "tensor_parallel", "context_parallel"))
+        parts["compute"] += working - sum(
+            parts[name] for name in ("compute", "recompute", "tensor_parallel", "context_parallel")
+        )
     parts["pipeline_sends"] = whole - silent
     parts["bubble"] = alone - working
     total, whole = _with_storage(prediction.workload, {name: np.asarray(part) for name, part in parts.items()})
