@@ -20,7 +20,7 @@ from ultrascale.config.resolve import resolve
 from ultrascale.config.rules.trainable import expect_trainable
 from ultrascale.description.problems import Problem, SpecError, mistake
 from ultrascale.description.run import Run
-from ultrascale.description.units import format_bytes
+from ultrascale.description.units import count_of, format_bytes
 from ultrascale.page.documents import stages_document, trace_document
 from ultrascale.page.html_file import expect_writable, write_document
 from ultrascale.plan.memory.replay import num_micro_batches
@@ -40,6 +40,8 @@ BASE_BYTES = 0.5 * 2**30
 """Bytes of a process with torch loaded."""
 BYTES_PER_PASS = 120_000
 """Bytes of one block's passes of one micro-batch: some 180 storages and as many changes (measured: 60 to 100 KB)."""
+MANY_PASSES = 32
+"""Forward passes of a step from which a trace takes long enough, on a small machine, to say so."""
 UNCOMPILED = "blocks are traced uncompiled; compiled ones keep less between products"
 
 
@@ -225,8 +227,14 @@ def trace(run: str | PathLike[str] | None = None, **settings: Any) -> Trace | St
         return answer(request)
 
 
-def answer(request: VerbRequest[TraceOptions], *, report: Callable[[str], None] = lambda note: None) -> Trace | StageTraces:
-    """Make the requested trace, and write the requested files. `report` is called with notes beforehand."""
+def answer(
+    request: VerbRequest[TraceOptions],
+    *,
+    report: Callable[[str], None] = lambda note: None,
+    progress: Callable[[str], None] = lambda phase: None,
+) -> Trace | StageTraces:
+    """Make the requested trace, and write the requested files. `report` is called with notes beforehand, `progress` with what
+    is traced now."""
     options = request.options
     run = _described(options, request.settings)
     _expect_possible(options, run)
@@ -247,9 +255,19 @@ def answer(request: VerbRequest[TraceOptions], *, report: Callable[[str], None] 
             write_document(options.html, stages_document(stages.to_dict()), ["trace", *request.words])
         return stages
     _expect_memory(run, options.steps)
-    from ultrascale.trace.rank import trace_rank
+    from ultrascale.trace.rank import MOST_ALIKE, trace_rank
 
-    trace = _rank_result(options, run, cluster, trace_rank(run, options.rank or 0, device=device, steps=options.steps))
+    rank, count = options.rank or 0, num_micro_batches(run.layout, run.batch.sequences_per_batch)
+    passes = count * run.layout.virtual_stages if run.layout.pp > 1 else min(count, MOST_ALIKE)
+    if passes >= MANY_PASSES:
+        fewer = "--steps 1 or a smaller batch takes less"
+        report(f"traces all {count} micro-batches of {count_of(options.steps, 'step')}, in the schedule's order; {fewer}")
+
+    def on_pass(number: int) -> None:
+        progress(f"tracing rank {rank}, forward pass {number} of {options.steps} x {passes}")
+
+    traced = trace_rank(run, rank, device=device, steps=options.steps, on_pass=on_pass)
+    trace = _rank_result(options, run, cluster, traced)
     if options.html is not None:
         write_document(options.html, trace_document(trace.to_dict()), ["trace", *request.words])
     return trace

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING
 from ultrascale.api.check import NOT_COVERED, Check, CheckMatrix, CheckOptions, answer, expect_numbers
 from ultrascale.api.keywords import VerbRequest
 from ultrascale.api.planning.plan_request import SHORT
+from ultrascale.catalogue.machines import usable_cores
 from ultrascale.cli.terminal.parse import parse_with_overrides
 from ultrascale.cli.terminal.screen import Words, console_for_people, print_json, waiting
 from ultrascale.description.units import count_of, format_seconds
@@ -20,8 +20,8 @@ if TYPE_CHECKING:  # imports torch
     from ultrascale.check.compare import Verdict
 
 QUANTITIES = ("loss", "gradient norm", "gradient", "weight", "moment", "experts")
-MANY_PROCESSES = 8
-"""Number of processes above which a proof takes minutes on a small machine, and prints its progress."""
+MOST_PER_CORE = 2
+"""Processes per core above which a proof takes minutes, and prints its progress."""
 BAR_WIDTH = 30
 
 
@@ -115,14 +115,14 @@ def progress(
     """Returns a function that takes each verdict in the process of rank 0, and prints progress and the remaining time on
     stderr.
 
-    On a terminal it draws a bar; elsewhere it prints nothing, or, with many processes, which take seconds per case, one line
-    per verdict.
+    On a terminal it draws a bar; elsewhere it prints nothing, or, with many processes on few cores, which take seconds per case,
+    one line per verdict.
     """
     counted = _ProofProgress(count)
     report(counted.words)
-    lines = most_processes > MANY_PROCESSES
+    lines = most_processes > MOST_PER_CORE * usable_cores()
     if lines:
-        cores = count_of(os.cpu_count() or 1, "core")
+        cores = count_of(usable_cores(), "core")
         line = f"{count_of(count, 'case')} on {most_processes} processes, which share {cores}; --processes 2 or 4 take seconds."
         print(line, file=sys.stderr, flush=True)
     return counted.report if sys.stderr.isatty() or lines else None

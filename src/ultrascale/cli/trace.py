@@ -16,8 +16,8 @@ def command(arguments: list[str]) -> int:
     """Run the verb; returns 0, or 1 with --explain-oom if the rank does not fit its device."""
     options, settings = parse_with_overrides(TraceOptions, "trace", arguments, positional={"run": "[RUN.TOML]"}, short=SHORT)
     request = VerbRequest(options, tuple(settings), words=tuple(arguments))
-    with waiting("tracing"):
-        result = answer(request, report=lambda note: print(f"ultrascale: {note}", file=sys.stderr))
+    with waiting("tracing") as display:
+        result = answer(request, report=lambda note: print(f"ultrascale: {note}", file=sys.stderr), progress=display)
     if options.json:
         print_json(result.to_dict(), indent=1)
     elif isinstance(result, StageTraces):

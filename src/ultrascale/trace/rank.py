@@ -11,9 +11,10 @@ Without values there is no routing: every expert is chosen equally often, as the
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import count as count_from
 from typing import Any
 
 import numpy as np
@@ -84,9 +85,11 @@ def trace_rank(
     round_to: int | None = None,
     plays_all: bool = False,
     documents: int | None = None,
+    on_pass: Callable[[int], None] = lambda number: None,
 ) -> RankTrace:
     """Trace `steps` steps of one rank of `run`. `round_to`: rounding of allocations in bytes (default: the device allocator's).
-    `documents`: number in each sequence (default: `documents_of`).
+    `documents`: number in each sequence (default: `documents_of`). `on_pass` is called before each
+    forward pass with its number, from 1.
 
     Without a pipeline all micro-batches between the first and the last are equal: one is traced for all unless `plays_all`.
 
@@ -106,7 +109,7 @@ def trace_rank(
         recorder = Recorder(trace, stream_name=lambda: streams.current.name)
         with recorder, named_errors():
             trainer = Trainer(run, ranks, EmptySequences(run.batch.sequence_length, documents=documents))  # pyright: ignore[reportArgumentType]
-            record_steps(trainer, recorder, steps)
+            record_steps(trainer, recorder, steps, on_pass)
         if islands.count > 1:
             outer = OuterState(islands, trainer.share)
             trace.outer = outer.sent_bytes(), outer.host_bytes()
@@ -134,7 +137,9 @@ def named_errors() -> Iterator[None]:
         ) from error
 
 
-def record_steps(trainer: Trainer, recorder: Recorder, steps: int) -> None:
+def record_steps(
+    trainer: Trainer, recorder: Recorder, steps: int, on_pass: Callable[[int], None] = lambda number: None
+) -> None:
     """Run the next steps of `trainer` under `recorder`, which must be entered."""
     stages = nn.ModuleList(trainer.share.stages.values())
     for module in sharded_modules(stages):  # now, before the first forward pass, to count as parameters
@@ -146,6 +151,7 @@ def record_steps(trainer: Trainer, recorder: Recorder, steps: int) -> None:
             recorder.mark(phase, step)
 
     trainer.on_phase = begin
+    number = count_from(1)
     saved_on_action, piped = trainer.passes.on_action, trainer.share.layout.pp > 1
     traced, count = recorder.trace.micro_batches
     train = trainer.passes.train
@@ -157,6 +163,8 @@ def record_steps(trainer: Trainer, recorder: Recorder, steps: int) -> None:
     setattr(trainer, "agree_on_targets", lambda batches: max(1, agree(batches)))  # noqa: B010
 
     def mark_action(action: Action) -> None:
+        if action.kind is ActionKind.FORWARD:
+            on_pass(next(number))
         phase = "forward" if action.kind is ActionKind.FORWARD else "backward"
         where = f"@{action.stage}" if piped else ""
         recorder.times = 1 + count - traced if action.micro_batch == 1 else 1
