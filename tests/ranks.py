@@ -47,7 +47,7 @@ GRACE_SECONDS = 20.0
 class RankError(AssertionError):
     """A rank raised, died or took too long."""
 
-    def __init__(self, rank: int, kind: str, text: str, exitcode: int | None = None):
+    def __init__(self, rank: int, kind: str, text: str, exitcode: int | None = None, *, seconds: float = float("inf")):
         super().__init__(f"rank {rank}: {kind}\n{text}")
         self.rank = rank
         self.kind = kind
@@ -55,6 +55,8 @@ class RankError(AssertionError):
         self.text = text
         self.exitcode = exitcode
         """For `died`: the exit status, negative for a signal."""
+        self.seconds = seconds
+        """When it raised, on the clock that all processes of a machine share."""
 
 
 def run_ranks(
@@ -71,29 +73,29 @@ def run_ranks(
     `RankError` in the place of a failed rank's result instead of raising the first one; that is for tests that kill ranks.
     """
     options = (timeout_seconds, environment or {})
-    outcomes, order = _run_once(world, fn, arguments, *options)
+    outcomes = _run_once(world, fn, arguments, *options)
     for _ in range(2):
         if any(isinstance(one, RankError) and one.exitcode == AMID_LOOKUP for one in outcomes):
-            outcomes, order = _run_once(world, fn, arguments, *options)
+            outcomes = _run_once(world, fn, arguments, *options)
     if failures == "raise" and _only_missed_each_other(outcomes):
-        outcomes, order = _run_once(world, fn, arguments, *options)
-    failed = [outcomes[rank] for rank in order if isinstance(outcomes[rank], RankError)]
+        outcomes = _run_once(world, fn, arguments, *options)
+    failed = [one for one in outcomes if isinstance(one, RankError)]
     if failed and failures == "raise":
-        raise next((error for error in failed if error.kind == "died"), failed[0])
+        raise min(failed, key=lambda error: (error.kind != "died", error.seconds))
     return outcomes
 
 
 def _only_missed_each_other(outcomes: list[Any]) -> bool:
-    """True if no rank failed but in connecting to others: with thousands of ports opened and closed on one machine gloo now and
-    then meets one that is just being closed."""
+    """True if no rank failed but in connecting to others, in a group that `fn` makes: a rank that ends at once closes what
+    another is still opening."""
     failed = [one for one in outcomes if isinstance(one, RankError)]
     return bool(failed) and all("connectFullMesh failed" in one.text for one in failed)
 
 
 def _run_once(
     world: int, fn: Callable[..., Any], arguments: tuple[Any, ...], timeout_seconds: float, environment: dict[str, str]
-) -> tuple[list[Any], list[int]]:
-    """Every rank's result or `RankError`, and the ranks in the order in which they ended."""
+) -> list[Any]:
+    """Every rank's result or `RankError`."""
     built = torch.backends.cuda.is_built()  # compiling starts threads of autograd there, also where there is no GPU
     apart = torch.cuda.is_available() or (built and not forks_compute())
     context: Any = multiprocessing.get_context("forkserver" if apart else "fork")
@@ -145,9 +147,10 @@ def _rank_main(
                 world_size=world,
                 timeout=timedelta(seconds=timeout_seconds),
             )
+        dist.barrier()  # no rank may end while another is connecting: torch itself does not wait for all
         outcome = (True, fn(rank, *arguments))
     except BaseException as error:
-        outcome = (False, type(error).__name__, traceback.format_exc())
+        outcome = (False, type(error).__name__, traceback.format_exc(), time.monotonic())
     # Plain pickle copies tensors; multiprocessing's own would share memory of a process that is about to end.
     sending.send_bytes(pickle.dumps(outcome))
     sending.close()
@@ -155,10 +158,9 @@ def _rank_main(
         dist.destroy_process_group()
 
 
-def _collect(ends: list[Connection], processes: list[Any], timeout_seconds: float) -> tuple[list[Any], list[int]]:
-    """Every rank's result or `RankError`, and the ranks in the order in which they ended."""
+def _collect(ends: list[Connection], processes: list[Any], timeout_seconds: float) -> list[Any]:
+    """Every rank's result or `RankError`."""
     outcomes: list[Any] = [None] * len(ends)
-    order: list[int] = []
     deadline = time.monotonic() + timeout_seconds
     waiting = dict(zip(ends, range(len(ends)), strict=True))
     while waiting:
@@ -168,15 +170,13 @@ def _collect(ends: list[Connection], processes: list[Any], timeout_seconds: floa
         for end in ready:
             rank = waiting.pop(end)  # type: ignore[arg-type]
             outcomes[rank] = _outcome(rank, end, processes[rank])
-            order.append(rank)
             if isinstance(outcomes[rank], RankError):
                 deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
     for rank in waiting.values():
         outcomes[rank] = RankError(
             rank, "timeout", f"no result after {timeout_seconds} s, or {GRACE_SECONDS} s after a failure"
         )
-        order.append(rank)
-    return outcomes, order
+    return outcomes
 
 
 def _outcome(rank: int, end: Any, process: Any) -> Any:
@@ -185,4 +185,4 @@ def _outcome(rank: int, end: Any, process: Any) -> Any:
     except EOFError:
         process.join(GRACE_SECONDS)
         return RankError(rank, "died", f"exit status {process.exitcode} before it returned", process.exitcode)
-    return rest[0] if good else RankError(rank, *rest)
+    return rest[0] if good else RankError(rank, rest[0], rest[1], seconds=rest[2])

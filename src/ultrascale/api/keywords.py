@@ -61,7 +61,12 @@ def read_keywords(
         elif value is not None:
             values[key] = as_kind(value, hints[key], key if key in positional else _flag(key), problems)
     known, unknown = [*map(_flag, hints)], [key for key, _ in settings if "." not in key and key not in leaves()]
-    problems += [unknown_flag(_flag(key), known, verb, settings=run_settings) for key in unknown]
+    problems += [
+        Problem(key, f"must be a mapping, is {keywords[key]!r}", f"Such as {key}={{{_example_of(key)}}}.")
+        if run_settings and (key in sections() or key == "stack")
+        else unknown_flag(_flag(key), known, verb, settings=run_settings)
+        for key in unknown
+    ]
     missing = [name for name in positional if not hasattr(kind, name) and keywords.get(name) is None]
     problems += [Problem(name, "is missing", f"Give it; `ultrascale {verb} --help` has an example.") for name in missing]
     if problems:
@@ -128,6 +133,12 @@ def _toml(value: Any) -> str:
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key} = {_toml(entry)}" for key, entry in value.items()) + "}"
     return dumps(fspath(value) if isinstance(value, PathLike) else value)
+
+
+def _example_of(section: str) -> str:
+    """First setting of a section of a run, as an entry of a dictionary."""
+    first = next((key.removeprefix(f"{section}.") for key in leaves() if key.startswith(f"{section}.")), "dispatcher")
+    return f'"{first}": ...'
 
 
 def unknown_flag(flag: str, known: list[str], verb: str, *, settings: bool) -> Problem:

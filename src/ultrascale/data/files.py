@@ -120,6 +120,7 @@ class SeveralDataErrors(DataError):
         first = errors[0]
         super().__init__(first.where, first.problem, first.remedy, first.reason)
         self.errors = tuple(errors)
+        self.is_usage_error = any(isinstance(error, DataCommandError) for error in errors)
 
     @property
     def problems(self) -> tuple[Problem, ...]:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ultrascale.config.rules.early import MAKE_ONE, UNPREPARED, holds_prepared
 from ultrascale.data.files import DataCommandError, DataError, read_json, write_json
 
 NAME = "manifest.json"
@@ -102,9 +103,8 @@ def load_manifest(folder: Path) -> Manifest:
     """Reads `manifest.json`. Raises DataError if it is missing, damaged, or of another format."""
     path = folder / NAME
     if not path.exists():
-        if not any(any(folder.glob(left)) for left in ("*.bin", "*.idx", "tokenizer.json")):
-            remedy = "Make one: ultrascale data prepare TEXT --output FOLDER."
-            raise DataCommandError(str(folder), "is not a folder of prepared text", remedy)
+        if not holds_prepared(folder):
+            raise DataCommandError(str(folder), UNPREPARED, MAKE_ONE)
         remedy = "Run `ultrascale data prepare` (again: it goes on where it stopped)."
         raise DataError(str(folder), f"holds no {NAME}, so it was not prepared to the end", remedy)
     value = read_json(path)

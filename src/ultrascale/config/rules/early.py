@@ -14,6 +14,8 @@ GPU_FILES = ("nvidia[0-9]*", "nvidiactl", "kfd", "dxg")
 MOST_PROCESSES = 124
 """Most processes that one command starts: torch gives each process a pipe of every other, and Linux passes at most 253 file
 descriptors at once."""
+UNPREPARED = "is not a folder of prepared text"
+MAKE_ONE = "Make one: ultrascale data prepare TEXT --output FOLDER."
 _STORE = re.compile(r"[a-z][a-z0-9+.-]*:/")
 """Beginning of a URL; the ranks check what is in a store."""
 _CHECKPOINT = re.compile(r"\.?step-\d{8,18}.*")
@@ -43,18 +45,27 @@ def expect_ready(run: Run) -> None:
     problems = [*device_problems(run.device)]
     for key in ("sources", "validation"):
         for source in getattr(run.data, key):
-            if not _STORE.match(source.path) and not _is_corpus(Path(source.path)):
-                rule = f"there is no prepared text at {source.path}"
-                remedy = f"Make it: ultrascale data prepare TEXT --train-tokenizer 4096 --output {source.path}"
-                problems.append(Problem(f"data.{key}", rule, remedy))
+            path = Path(source.path)
+            if _STORE.match(source.path) or (holds_prepared(path) if path.is_dir() else _is_prefix(path)):
+                continue
+            rule = f"there is no prepared text at {source.path}"
+            remedy = f"Make it: ultrascale data prepare TEXT --train-tokenizer 4096 --output {source.path}"
+            if path.is_dir():
+                rule, remedy = f"{source.path} {UNPREPARED}", MAKE_ONE
+            problems.append(Problem(f"data.{key}", rule, remedy))
     if problems:
         raise SpecError(problems)
 
 
-def _is_corpus(path: Path) -> bool:
-    """True if `path` is a folder or the prefix of a Megatron data set (.bin or .idx); the contents are read later."""
+def holds_prepared(folder: Path) -> bool:
+    """True if `folder` has files of `ultrascale data prepare`, all or some; the contents are read later."""
+    return any(any(folder.glob(name)) for name in ("manifest.json", "tokenizer.json", "*.bin", "*.idx"))
+
+
+def _is_prefix(path: Path) -> bool:
+    """True if `path` is the prefix of a Megatron data set (.bin or .idx); the contents are read later."""
     stem = path.with_name(path.name.removesuffix(".bin").removesuffix(".idx"))
-    return path.is_dir() or any(stem.with_name(stem.name + ending).exists() for ending in (".bin", ".idx"))
+    return any(stem.with_name(stem.name + ending).exists() for ending in (".bin", ".idx"))
 
 
 def has_checkpoints(folder: Path) -> bool:

@@ -113,8 +113,8 @@ def prepare(
     The result does not depend on `workers` (None: all cores), nor on whether an earlier run was killed. Raises DataError for
     bad input, an output that was made from other inputs or cannot be written, or no documents at all.
     """
-    _expect_sense(recipe, Path(output), workers, validation)
     inputs, notify = list(inputs), on_progress or (lambda progress: None)
+    _expect_sense(inputs, recipe, Path(output), workers, validation)
     if any(url_of(item) for item in inputs):
         _expect_ready(inputs, Path(output), recipe)
 
@@ -164,8 +164,14 @@ def _prepare(
         return _conclude(folders, records, facts, request)
 
 
-def _expect_sense(recipe: Recipe, folder: Path, workers: int | None, validation: str | Path | None) -> None:
-    wrong: list[DataError] = []
+def _expect_sense(
+    inputs: list[str | Path], recipe: Recipe, folder: Path, workers: int | None, validation: str | Path | None
+) -> None:
+    wrong: list[DataError] = [
+        DataCommandError(str(item), "cannot be read: No such file or directory", "Check the path and its permissions.")
+        for item in inputs
+        if not (url_of(item) or os.path.lexists(item))
+    ]
     if (recipe.tokenizer is None) == (recipe.train_tokenizer is None):
         wrong.append(DataError("--tokenizer", "and --train-tokenizer: exactly one is needed", "Give one of them."))
     if recipe.train_tokenizer is not None and (problem := vocabulary_problem(recipe.train_tokenizer)):
