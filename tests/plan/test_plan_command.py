@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from ultrascale.cli.main import main
+from ultrascale.config.resolve import resolve
 from ultrascale.plan.columns.footprint import RETAINED_SHARE
 
 ISSUE = ["plan", "--model", "llama-3-8b", "--gpus", "64xh100", "--seq-len", "8192", "--tokens-per-batch", "4M"]
@@ -359,7 +360,23 @@ def test_a_run_file_with_axes_is_planned_on_the_machines_that_are_named(tmp_path
     plan = json.loads(capsys.readouterr().out)
     assert plan["layout"]["dp"] == 4 and plan["trainable"] and plan["time"]["waterfall_seconds"]["bubble"] > 0
     assert main(["plan", str(file), "--gpus", "4xh100"]) == 2
-    assert "not a multiple of the run's tp x cp x pp = 8" in capsys.readouterr().err
+    assert "--gpus\n    4 processes are not a multiple of tp = 4 x pp = 2" in capsys.readouterr().err
+
+
+def test_the_next_command_of_a_file_says_all_that_the_short_flags_changed(tmp_path, capsys) -> None:
+    file = tmp_path / "run.toml"
+    batch = "[batch]\nsequence_length = 8192\nsequences_per_batch = 64\n"
+    file.write_text(f'cluster = "8xh100"\n[model]\npreset = "llama-3-8b"\n{batch}[layout]\ndp = 8\nzero_stage = 3\n')
+    flags = ["--gpus", "16xh100", "--tp", "2", "--precision", "bf16", "--seq-len", "4096", "--recompute", "full"]
+    assert main(["plan", str(file), *flags, "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert planned["layout"]["dp"] * planned["layout"]["tp"] == 16  # twice what the file's own machines have
+    assert main(["plan", str(file), *flags]) == 0
+    _, _, words = capsys.readouterr().out.rpartition("next  ultrascale check ")[2].rpartition("ultrascale train ")
+    assert words.startswith(f"{file} ")
+    again = resolve(str(file), words.split()[1:]).run
+    assert (again.layout.dp, again.layout.tp, again.layout.recompute, again.layout.precision) == (8, 2, "full", "bf16")
+    assert (again.batch.sequence_length, again.cluster) == (4096, "16xh100")
 
 
 @pytest.mark.parametrize(

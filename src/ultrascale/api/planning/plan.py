@@ -145,12 +145,9 @@ def _wants_why(options: PlanOptions) -> bool:
 def _plan_of_file(request: PlanRequest, stack: Stack) -> Plan:
     """Plan the layout of a run's file."""
     options, settings = request.options, request.settings
-    run = resolve(options.file, [*overrides(options, {}), *settings]).run
-    if options.gpus is not None:
-        words: dict[str, Any] = {"cluster": options.gpus}
-        if "layout.dp" not in names_of_flags(settings):
-            words["layout.dp"] = _ranks_left(run, options.gpus)
-        run = resolve(options.file, [*overrides(options, words), *settings]).run
+    gives_dp = options.dp is not None or "layout.dp" in names_of_flags(settings)
+    count = None if options.gpus is None or gives_dp else parse_cluster(options.gpus).num_accelerators
+    run = resolve(options.file, [*overrides(options, {}), *settings], processes=count, processes_flag="--gpus").run
     cluster = cluster_of(run)
     refuse_imbalance(options, run.model)
     if cluster.accelerator.measured_at_run_time:
@@ -187,17 +184,6 @@ def _refuse_what_the_trainer_lacks(chosen: RunPlan) -> None:
     remedy = f"Change the run, such as --{{}}, or search: --model ... --gpus ... --stack {chosen.stack.name}."
     if problems:
         raise SpecError([replace(problem, remedy=remedy.format(problem.key.replace("_", "-"))) for problem in problems])
-
-
-def _ranks_left(run: Run, gpus: str) -> int:
-    """Data-parallel ranks on these devices, given the run's other axes."""
-    count, other_ranks = parse_cluster(gpus).num_accelerators, run.layout.world_size // run.layout.dp
-    if count % other_ranks:
-        rule = (
-            f"{count_of(count, 'GPU')} {'is' if count == 1 else 'are'} not a multiple of the run's tp x cp x pp = {other_ranks}"
-        )
-        raise mistake("gpus", rule, f"Give {max(1, round(count / other_ranks)) * other_ranks}, or change the axes.")
-    return count // other_ranks
 
 
 def _machines(request: PlanRequest) -> Cluster:

@@ -39,7 +39,9 @@ def model_settings(model: str) -> dict[str, Any]:
 
 
 def overrides(options: PlanOptions, words: dict[str, Any]) -> list[str]:
-    """The short flags as dotted flags, after `words`."""
+    """The short flags as dotted flags, after `words`; with a run's file also its machines."""
+    if options.file is not None and options.gpus is not None:
+        words |= {"cluster": options.gpus}
     if options.model is not None:
         words |= model_settings(options.model)
     words |= {key: value for flag, key in SHORT.items() if (value := getattr(options, flag)) is not None}
@@ -48,7 +50,7 @@ def overrides(options: PlanOptions, words: dict[str, Any]) -> list[str]:
 
 def as_flags(words: dict[str, Any]) -> list[str]:
     """Dotted settings as command-line words."""
-    return [word for key, value in words.items() for word in (f"--{key}", str(value))]
+    return [word for key, value in words.items() for word in (f"--{key.replace('_', '-')}", str(value))]
 
 
 def names_of_flags(words: tuple[str, ...] | list[str]) -> set[str]:

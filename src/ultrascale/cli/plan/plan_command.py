@@ -8,7 +8,7 @@ import sys
 from ultrascale.api.planning.plan import answer
 from ultrascale.api.planning.plan_request import PlanOptions, PlanRequest
 from ultrascale.api.planning.plan_result import Plan
-from ultrascale.api.planning.run_of import has_flag
+from ultrascale.api.planning.run_of import has_flag, overrides
 from ultrascale.catalogue.stacks.stack_files import changed_settings, stack_file
 from ultrascale.cli.terminal.parse import parse_with_overrides, take_settings
 from ultrascale.cli.terminal.screen import console_for_people, print_json, waiting
@@ -89,10 +89,11 @@ def _next_command(chosen: RunPlan, request: PlanRequest) -> str:
         if layout.zero_stage == 3 and layout.recompute == "full":
             return " ".join(words) + f"   {what_would_fit(chosen)}"
         return " ".join([*words, "--layout.zero-stage 3 --layout.recompute full"])
-    run = options.file or options.save
-    if run is not None:
-        short = [] if options.optimizer is None else ["--optimizer.name", options.optimizer]
-        return next_of_run(chosen, [run, *([*request.settings, *short] if options.file else [])])
+    if options.save is not None:
+        return next_of_run(chosen, [options.save])
+    if options.file is not None:
+        degree = ["--layout.dp", str(layout.dp)] if options.gpus is not None and options.dp is None else []
+        return next_of_run(chosen, [options.file, *degree, *overrides(options, {}), *request.settings])
     open_words = [] if has_flag(request.words, "zero-stage") else ["--zero-stage", str(layout.zero_stage)]
     open_words += [] if has_flag(request.words, "recompute") else ["--recompute", layout.recompute]
     return " ".join([*words, *open_words, "--save run.toml"])
