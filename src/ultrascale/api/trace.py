@@ -20,7 +20,7 @@ from ultrascale.config.resolve import resolve
 from ultrascale.config.rules.trainable import expect_trainable
 from ultrascale.description.problems import Problem, SpecError, mistake
 from ultrascale.description.run import Run
-from ultrascale.description.units import count_of, format_bytes
+from ultrascale.description.units import count_of, format_bytes, format_percent
 from ultrascale.page.documents import stages_document, trace_document
 from ultrascale.page.html_file import expect_writable, write_document
 from ultrascale.plan.memory.replay import num_micro_batches
@@ -188,7 +188,7 @@ class Trace(Rows):
         return html(repr(self), [
             {"of": row["of"], "name": row["name"], "traced": words(row["traced"], row["unit"]),
              "planned": words(row["planned"], row["unit"]),
-             "planned over traced": "" if row["percent"] is None else f"{row['percent']:+.2f} %"} for row in self.rows()
+             "planned over traced": format_percent(row["percent"])} for row in self.rows()
         ])  # fmt: skip
 
 

@@ -112,6 +112,13 @@ def format_share(value: float | None) -> str:
     return ">100%" if value is None or value > 1 else f"{value:.1%}"
 
 
+def format_percent(value: float | None) -> str:
+    """A difference in percent: `+1.25 %`, `equal`, `-<0.01 %`; empty for None."""
+    if value is None or value == 0:
+        return "" if value is None else "equal"
+    return f"{value:+.2f} %" if abs(value) >= 0.005 else f"{'-' if value < 0 else '+'}<0.01 %"
+
+
 def format_seconds(value: float) -> str:
     """`12.3 ms`, `4.56 s`, `1h02m`, `3d04h`; from two years on `5.3 years`."""
     if value < 60:

@@ -18,7 +18,7 @@ from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from ultrascale.description.units import format_bytes, format_count, format_seconds, format_share
+from ultrascale.description.units import format_bytes, format_count, format_percent, format_seconds, format_share
 
 if TYPE_CHECKING:
     from ultrascale.measure.run_marks import Mark
@@ -226,7 +226,7 @@ def _compared(row: Mapping[str, Any], text: Any) -> list[str]:
         row["name"],
         text(row["traced"]),
         "" if planned is None else text(planned),
-        "" if percent is None else f"{percent:+.2f} %",
+        format_percent(percent),
     ]
 
 

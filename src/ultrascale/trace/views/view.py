@@ -7,12 +7,16 @@ from collections import Counter
 from rich.console import Console
 from rich.table import Table
 
-from ultrascale.description.units import count_of, format_bytes, format_count
+from ultrascale.description.units import count_of, format_bytes, format_count, format_percent
 from ultrascale.trace.recording.record import RankTrace
 from ultrascale.trace.stages import StagePeak
 from ultrascale.trace.views.compare import Comparison, Row
 from ultrascale.trace.views.explain import Edit, Part
 
+BY_MESSAGES = (
+    "on a CPU gathers and scatters go as messages between pairs of ranks, traced as `send`; planned are collectives, with the "
+    "bytes of whole buffers (--device cuda traces those)"
+)
 LINES = 12
 """Number of rows of messages to show: those with most bytes."""
 
@@ -37,6 +41,7 @@ def show_trace(
     console.print(f"peak {where}with {alive} alive; torch's allocator would reserve {format_bytes(reserved)}\n")
     if comparison.memory[-1].planned is None:
         console.print("of one step alone there is no plan to compare with: a step differs from the first one\n")
+    by_messages = any(row.planned and row.planned.count and not row.traced.count for row in comparison.traffic)
     tables = (
         _memory_table(comparison), _traffic_table(comparison, tier), _lines_table(trace, step),
         _flops_table(trace, comparison, step), *[_islands_table(comparison)] * bool(comparison.islands),
@@ -44,6 +49,8 @@ def show_trace(
     for table in tables:
         console.print(table)
         console.print()
+    if trace.device == "cpu" and by_messages:
+        console.print(f"{BY_MESSAGES}\n", soft_wrap=True)
     actions = trace.actions(step)
     shown = " ".join(actions[:24]) + (f" ... {len(actions) - 24} more" if len(actions) > 24 else "")
     console.print(f"[bold]actions[/bold]  {shown}", soft_wrap=True)
@@ -54,7 +61,7 @@ def show_stages(peaks: list[StagePeak], console: Console) -> None:
     table = _table("stage", "rank", "traced peak", "planned", "difference", "reserved", right=(1, 2, 3, 4, 5))
     for peak in peaks:
         table.add_row(
-            str(peak.pp), str(peak.rank), format_bytes(peak.traced_bytes), _bytes(peak.planned_bytes), _percent(peak.percent),
+            str(peak.pp), str(peak.rank), format_bytes(peak.traced_bytes), _bytes(peak.planned_bytes), format_percent(peak.percent),
             format_bytes(peak.reserved_bytes),
         )  # fmt: skip
     console.print(table)
@@ -88,14 +95,14 @@ def _memory_table(comparison: Comparison) -> Table:
     table = _table("memory at the peak", "traced", "planned", "difference", right=(1, 2, 3))
     for row in comparison.memory:
         style = "bold" if row.name == "peak" else ""
-        table.add_row(row.name, format_bytes(row.traced), _bytes(row.planned), _percent(row.percent), style=style)
+        table.add_row(row.name, format_bytes(row.traced), _bytes(row.planned), format_percent(row.percent), style=style)
     return table
 
 
 def _islands_table(comparison: Comparison) -> Table:
     table = _table("between islands", "traced", "planned", "difference", right=(1, 2, 3))
     for row in comparison.islands:
-        table.add_row(row.name, format_bytes(row.traced), _bytes(row.planned), _percent(row.percent))
+        table.add_row(row.name, format_bytes(row.traced), _bytes(row.planned), format_percent(row.percent))
     return table
 
 
@@ -139,15 +146,11 @@ def _of(trace: RankTrace, step: int, op: str) -> list[int]:
 
 
 def _count(row: Row) -> str:
-    return "" if row.planned is None else f"{format_count(row.planned)} {_percent(row.percent)}".strip()
+    return "" if row.planned is None else f"{format_count(row.planned)} {format_percent(row.percent)}".strip()
 
 
 def _bytes(number: int | None) -> str:
     return "" if number is None else format_bytes(number)
-
-
-def _percent(percent: float | None) -> str:
-    return "" if percent is None else "equal" if percent == 0 else f"{percent:+.2f} %"
 
 
 def _table(*columns: str, right: tuple[int, ...] = ()) -> Table:
