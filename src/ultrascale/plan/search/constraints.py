@@ -178,10 +178,13 @@ def _of_count(question: _Question) -> Reason | None:
     sizes = {axis: value if axis == name else min(question.constraints[axis]) for axis in AXES if axis in (*others, name)}
     words = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or f"{name} 1"
     count = prod(sizes.values())
-    return (
-        f"{words} = {count_of(count, 'GPU')} {'are more than' if count > gpus else 'are no part of'} {gpus}",
-        "Change one of them.",
-    )
+    if count > gpus:
+        relation = f"are more than {gpus}"
+    elif whole and gpus % count == 0:
+        relation = f"{'leaves' if count == 1 else 'leave'} {gpus - count} of {gpus} idle"
+    else:
+        relation = f"do not divide {gpus}"
+    return f"{words} = {count_of(count, 'GPU')} {relation}", "Change one of them, or leave it out."
 
 
 def _of_model(question: _Question) -> Reason | None:

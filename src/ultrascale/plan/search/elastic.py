@@ -33,7 +33,7 @@ def elastic_layout(run: Run, world: int, *, device: str = "cpu") -> Layout:
     batches = [run.batch.sequences_per_batch, *(stage.sequences_per_batch for stage in run.batch.ramp)]
     workload = Workload(run.model, cluster, run.batch.sequence_length, gcd(*batches), documents=run.data.document_mask)
     precision = run.layout.precision
-    # The catalogue has no fp64 rates.
+    # Many accelerators have no fp64 rate in the catalogue.
     base = Layout(precision="fp32" if precision == "fp64" else precision, reduce_dtype=run.layout.reduce_dtype)
     if workload.cluster.accelerator.peak_flops:
         prediction = fastest(workload, base=base)
