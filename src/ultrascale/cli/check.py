@@ -115,8 +115,8 @@ def progress(
     """Returns a function that takes each verdict in the process of rank 0, and prints progress and the remaining time on
     stderr.
 
-    On a terminal it draws a bar; elsewhere it prints nothing, or, with many processes on few cores, which take seconds per case,
-    one line per verdict.
+    On a terminal it draws a bar; elsewhere it prints nothing, or, with many processes on few cores, which take seconds per
+    case, one line per verdict.
     """
     counted = _ProofProgress(count)
     report(counted.words)

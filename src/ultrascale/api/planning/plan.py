@@ -30,8 +30,6 @@ from ultrascale.catalogue.stacks.stack import Stack, with_optimizer
 from ultrascale.catalogue.stacks.stack_files import changed_stack
 from ultrascale.config.resolve import resolve, to_toml
 from ultrascale.description.problems import SpecError, mistake
-from ultrascale.description.run import Run
-from ultrascale.description.units import count_of
 from ultrascale.plan.report import RunPlan, alternatives, first_that_fits, has_rates, plan_run
 
 

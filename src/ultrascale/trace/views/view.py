@@ -61,8 +61,8 @@ def show_stages(peaks: list[StagePeak], console: Console) -> None:
     table = _table("stage", "rank", "traced peak", "planned", "difference", "reserved", right=(1, 2, 3, 4, 5))
     for peak in peaks:
         table.add_row(
-            str(peak.pp), str(peak.rank), format_bytes(peak.traced_bytes), _bytes(peak.planned_bytes), format_percent(peak.percent),
-            format_bytes(peak.reserved_bytes),
+            str(peak.pp), str(peak.rank), format_bytes(peak.traced_bytes), _bytes(peak.planned_bytes),
+            format_percent(peak.percent), format_bytes(peak.reserved_bytes),
         )  # fmt: skip
     console.print(table)
 
