@@ -22,7 +22,7 @@ from ultrascale.description.schedules import SCHEDULES, schedule_for
 from ultrascale.plan.columns.footprint import Footprint, stage_memory
 from ultrascale.plan.columns.fp8_state import agreed_scales_seconds
 from ultrascale.plan.columns.rank_activations import rank_activations
-from ultrascale.plan.columns.rank_state import shards
+from ultrascale.plan.columns.rank_state import MASTERS, shards
 from ultrascale.plan.constants import CONSTANTS, Constants
 from ultrascale.plan.costs.storage import checkpoint_share, read_seconds
 from ultrascale.plan.flops import hardware_flops_per_token, model_flops_per_token
@@ -383,7 +383,8 @@ def _optimizer(workload: Workload, table: LayoutTable, stages: Stages, constants
     unscaling = np.where(table.precision == PRECISIONS.index("fp16"), 2.0 * stack.gradient_bytes, 0.0) * local
     passes = 4 if stack.sums_whole_gradients else 2  # nanotron zeroes, clips and takes the norm of unsharded ones
     of_gradients = passes * stack.gradient_bytes * np.where(table.zero_stage >= 2, local, whole)
-    num_bytes = (local * per_parameter + unscaling + of_gradients).max(axis=0)
+    widths = MASTERS[table.precision] / 4  # a stack's bytes are those of runs with fp32 masters; of fp64 all are twice as wide
+    num_bytes = widths * (local * per_parameter + unscaling + of_gradients).max(axis=0)
     accelerator = workload.cluster.accelerator
     seconds = optimizer_seconds(accelerator, num_bytes * constants.optimizer_passes)
     if stack.optimizer == "muon":
@@ -392,7 +393,7 @@ def _optimizer(workload: Workload, table: LayoutTable, stages: Stages, constants
         seconds = seconds + flops / (half_precision_peak(accelerator) * NEWTON_SCHULZ_EFFICIENCY)
     if not table.offload_optimizer.any():
         return seconds
-    on_host = offloaded_update(workload, local.max(axis=0), stages.layers.sum(axis=1).max(axis=0))
+    on_host = widths * offloaded_update(workload, local.max(axis=0), stages.layers.sum(axis=1).max(axis=0))
     return np.where(table.offload_optimizer > 0, on_host, seconds)
 
 
