@@ -61,7 +61,8 @@ def first_with_headroom(result: SearchResult, chosen: RunPlan) -> str:
         headroom = float(prediction.memory.headroom)
         if headroom >= TIGHT_BYTES:
             slower = prediction.step_seconds / best.step_seconds - 1
-            return f"number {number} has {format_bytes(headroom)} of headroom and a step {slower:+.1%} as long"
+            longer = f"{abs(slower):.1%} {'longer' if slower >= 0 else 'shorter'}"
+            return f"number {number} has {format_bytes(headroom)} of headroom and a step {longer}"
     return f"no layout of the ranking has {format_bytes(TIGHT_BYTES)}"
 
 
