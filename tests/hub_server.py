@@ -17,6 +17,7 @@ from urllib.parse import unquote
 
 REPO = "ada/tiny"
 COMMIT = "0" * 40
+SILENCE_SECONDS = 200.0
 
 
 @contextmanager
@@ -57,7 +58,7 @@ class Hub(ThreadingHTTPServer):
         self.refused_name = ""
         """No commit that names a path with this is taken."""
         self.silent, self.silences_left = "", 10**9
-        """Requests with this in their path are never answered."""
+        """Requests with this in their path are never answered: after SILENCE_SECONDS the connection is closed."""
         self.limit = '"api";r=480;t=189'
         """RateLimit, which is on every answer."""
         self.may_write, self.has_repository = True, True
@@ -255,7 +256,7 @@ class Answer(BaseHTTPRequestHandler):
         if self.server.silent and self.server.silent in self.path and self.server.silences_left > 0:
             self.server.silences_left -= 1
             self.close_connection = True
-            self.server.ended.wait(20)
+            self.server.ended.wait(SILENCE_SECONDS)
             return True
         status = next((status for part, status in self.server.refuse.items() if part in self.path), None)
         if self.server.refusals_left <= 0:

@@ -28,7 +28,7 @@ TORN = ("Traceback", "KeyboardInterrupt", "Exception ignored")
 STOPPED = ("ultrascale: error: stopped.\n", "Stopped. Finished shards are kept; the same command goes on.\n")
 MOST_SECONDS = 200.0
 STARTS = {
-    "plan": (["plan", "{run}"], 330),
+    "plan": (["plan", "{run}"], 300),
     "trace": (["trace", "{run}"], 900),
     "check": (["check", "{run}"], 1500),
     "show": (["show", "{run}"], 300),
@@ -52,11 +52,12 @@ def run_file(tmp_path_factory) -> Path:
 
 
 def told(command: list[str], number: int, folder: Path) -> tuple[int, str]:
-    """Exit code and words of a command that meets Ctrl-C after import `number` of ours. Python tells each on stderr."""
+    """Exit code and words of a command that meets Ctrl-C after import `number` of ours. Python tells each on stderr, of which
+    a page fits into the pipe: the command is never far ahead of the reader."""
     process = subprocess.Popen(
         command, cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPROFILEIMPORTTIME": "1", "TMPDIR": str(folder)},
-        start_new_session=True, preexec_fn=heed_interrupts,
+        start_new_session=True, preexec_fn=heed_interrupts, pipesize=4096, bufsize=0,
     )  # fmt: skip
     assert process.stderr is not None
     said, ours = [], -1
@@ -153,8 +154,9 @@ def wait_for_fork_server(process: subprocess.Popen[str]) -> psutil.Process:
     until = time.monotonic() + MOST_SECONDS
     while time.monotonic() < until and process.poll() is None:
         for child in psutil.Process(process.pid).children():
-            if any("forkserver" in word for word in child.cmdline()):
-                return child
+            with suppress(psutil.NoSuchProcess):
+                if any("forkserver" in word for word in child.cmdline()):
+                    return child
         time.sleep(0.02)
     pytest.fail("no fork server came")
 

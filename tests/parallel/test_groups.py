@@ -32,7 +32,6 @@ from ultrascale.train.trainer import Trainer
 LENGTH = 12
 TIED = replace(FAMILIES["llama"], tie_word_embeddings=True, num_hidden_layers=3)
 MIXTRAL = EXPERT_FAMILIES["mixtral"]
-PATIENCE_SECONDS = 3.0
 
 
 def ranks_of(layout: Layout, rank: int) -> Ranks:
@@ -114,8 +113,8 @@ def test_borders_are_those_of_the_schedule_a_wave_has_none_at_its_turn():
 class NcclRules:
     """Watches a rank's calls as NCCL would take them: the first use of a communicator blocks until all its ranks are there."""
 
-    def __init__(self, store: PrefixStore, *, may_begin: bool = True):
-        self.store, self.may_begin = store, may_begin
+    def __init__(self, store: PrefixStore, *, patience_seconds: float = 120.0):
+        self.store, self.may_begin, self.patience_seconds = store, True, patience_seconds
         self.made: set[tuple[int, ...]] = set()
 
     def use(self, group: dist.ProcessGroup | None, peer: int | None = None) -> None:
@@ -131,7 +130,7 @@ class NcclRules:
         self.made.add(key)
         name = "/".join(map(str, key))
         self.store.set(f"{name}/{dist.get_rank()}", "here")
-        end = time.monotonic() + PATIENCE_SECONDS
+        end = time.monotonic() + self.patience_seconds
         while not self.store.check([f"{name}/{rank}" for rank in pair]):
             assert time.monotonic() < end, f"rank {dist.get_rank()}: not all of {pair} come to {group.group_desc}"
             time.sleep(0.002)
@@ -238,7 +237,7 @@ def test_the_rules_see_ranks_that_first_receive_from_one_another():
 
 def receive_from_one_another(rank: int) -> None:
     first, second = (dist.new_group([0, 1]) for _ in range(2))
-    rules = NcclRules(PrefixStore("rules", distributed_c10d._get_default_store()))
+    rules = NcclRules(PrefixStore("rules", distributed_c10d._get_default_store()), patience_seconds=3.0)
     own = first if rank else second
     assert isinstance(own, dist.ProcessGroup)
     with nccl_rules(rules):

@@ -27,7 +27,7 @@ from ultrascale.parallel.mesh import Ranks
 from ultrascale.train.trainer import Trainer
 
 LENGTH = 12
-PATIENCE_SECONDS = 4.0
+PATIENCE_SECONDS = 15.0
 
 
 @dataclass(frozen=True)

@@ -216,7 +216,7 @@ def dying(rank: int, step: Step) -> None:
 
 
 def test_when_a_rank_dies_its_neighbour_says_what_it_waited_for_and_from_whom():
-    outcomes = run_ranks(2, dying, Step(layout_of("1f1b", 2), 4), timeout_seconds=20, failures="return")
+    outcomes = run_ranks(2, dying, Step(layout_of("1f1b", 2), 4), failures="return")
     assert [outcome.kind for outcome in outcomes] == ["PipelineError", "died"]
     assert isinstance(outcomes[0], RankError)
     waited = r"waited for the gradient of micro-batch \d from stage 1 \(pipeline rank 1\)"

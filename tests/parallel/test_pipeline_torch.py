@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.pipelining  # a second, here once and not on every rank
 from parallel.pipelines import Step, build, layout_of, rank_step, tied, worst_difference
 from ranks import RankError, run_ranks
@@ -99,6 +100,7 @@ def test_it_is_torchs_runtime_that_executes_the_list_and_says_when():
 
 def dying(rank: int, step: Step, doomed: int) -> None:
     running = build(rank, step)
+    dist.barrier()  # nobody dies while another connects to it
 
     def die(action: Action) -> None:
         if rank == doomed and action.micro_batch == 1:
@@ -111,7 +113,7 @@ def dying(rank: int, step: Step, doomed: int) -> None:
 @pytest.mark.parametrize("doomed", [0, 1])
 def test_when_a_rank_dies_its_neighbour_says_what_it_waited_for_and_from_whom(doomed):
     step = Step(by_torch(layout_of("1f1b", 2)), 4)
-    outcomes = run_ranks(2, dying, step, doomed, timeout_seconds=20, failures="return")
+    outcomes = run_ranks(2, dying, step, doomed, failures="return")
     other, what = 1 - doomed, "gradient" if doomed else "activation"
     assert [outcomes[rank].kind for rank in (doomed, other)] == ["died", "PipelineError"]
     waited = rf"waited for the {what} of micro-batch \d from stage {doomed} \(pipeline rank {doomed}\)"

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -39,6 +40,7 @@ from ultrascale.checkpoint.stored.index import NEWEST, Index, key_of
 from ultrascale.checkpoint.stored.publish import files_of, published_version
 from ultrascale.failpoints import VARIABLE
 from ultrascale.storage import DamagedError, StorageError, Store, open_store, parts
+from ultrascale.storage.store import READS
 
 LAST = 3
 Rule = Callable[[Request], Answer | None]
@@ -142,13 +144,13 @@ def opened(place: str, seconds: float = 8) -> Store:
     return open_store(place, patience_seconds=seconds, to_write=True)
 
 
-def first(count: int, which: Callable[[Request], bool], answer: Answer) -> Rule:
-    """`answer` to the first so many requests of a kind."""
-    left = [count]
+def first(count: int, which: Callable[[Request], bool], answer: Answer, *, of_a_path: int | None = None) -> Rule:
+    """`answer` to the first so many requests of a kind, and to no more than `of_a_path` of one path."""
+    answered: Counter[str] = Counter()
 
     def rule(request: Request) -> Answer | None:
-        if which(request) and left[0] > 0:
-            left[0] -= 1
+        if which(request) and answered.total() < count and answered[request.path] < (of_a_path or count):
+            answered[request.path] += 1
             return answer
         return None
 
@@ -258,7 +260,7 @@ PASSING: dict[str, Rule] = {
     "the answer to a part is lost": first(5, put_part, Answer(drop_after=True)),
     "the answer to the index is lost": first(2, put_index, Answer(drop_after=True)),
     "the index does not arrive": first(1, put_index, Answer(drop_before=True)),
-    "answers cut in their middle": first(6, get_part, Answer(cut=0.5)),
+    "answers cut in their middle": first(6, get_part, Answer(cut=0.5), of_a_path=READS - 1),
     "parts come truncated, as if whole": first(2, get_part, Answer(truncate=0.5)),
     "a bit flips on the way": first(2, get_part, Answer(flip=True)),
     "an empty answer": first(2, get_part, Answer(body=b"")),

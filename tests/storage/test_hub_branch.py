@@ -13,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from hub_server import COMMIT, REPO, Hub
+from hub_server import COMMIT, REPO, SILENCE_SECONDS, Hub
 from storage.test_cli import TRAIN, final_state, ultrascale, write_run
 from storage.test_faults import LAST, save, upload, whole, write
 from storage.test_run_store import steps_in, stored_run
@@ -196,10 +196,11 @@ def test_a_limit_that_lasts_is_told_at_once_and_the_next_save_brings_what_waited
         hub_here.limit = '"api";r=0;t=1800'
     else:
         hub_here.retry_after = "1800"
-    begun = time.monotonic()
+    begun, refusals = time.monotonic(), hub_here.refusals_left
     with pytest.raises(StorageError, match=r"status 429\), and asks to wait 1800 s.*checkpoint.every_steps"):
         upload(store, save(tmp_path / "disk", 2))
-    assert time.monotonic() - begun < 5 and whole(branch(hub_url), tmp_path / "fresh") == 1
+    assert hub_here.refusals_left == refusals - 1 and time.monotonic() - begun < 100, "asked again, or waited"
+    assert whole(branch(hub_url), tmp_path / "fresh") == 1
     hub_here.refuse = {}
     upload(store, save(tmp_path / "disk", 3))
     assert whole(branch(hub_url), tmp_path / "fresh") == 3
@@ -209,8 +210,8 @@ def test_a_limit_that_lasts_is_told_at_once_and_the_next_save_brings_what_waited
 
 @pytest.mark.parametrize("part", ["/revision/", "/tree/", "/preupload/", "/lfs/", "/resolve/", "/auth-check/", "/commit/"])
 def test_a_hub_that_falls_silent_is_given_up(hub_here: Hub, hub_url: str, monkeypatch: pytest.MonkeyPatch, part: str):
+    branch(hub_url, seconds=30).publish("m", b"1", replacing=None)
     store = branch(hub_url, seconds=1)
-    store.publish("m", b"1", replacing=None)
     monkeypatch.setitem(hub.LIMITS, "read", 0.3)
     hub_here.silent = part
     begun = time.monotonic()
@@ -219,14 +220,14 @@ def test_a_hub_that_falls_silent_is_given_up(hub_here: Hub, hub_url: str, monkey
         store.read("m")
         store.write("part", b"\0")
         store.flush()
-    assert time.monotonic() - begun < 20
+    assert time.monotonic() - begun < SILENCE_SECONDS / 2
 
 
 def test_a_commit_that_takes_longer_than_requests_are_repeated_is_sent_again(
     hub_here: Hub, hub_url: str, monkeypatch: pytest.MonkeyPatch
 ):
-    store = branch(hub_url, seconds=0.5)
-    monkeypatch.setitem(hub.LIMITS, "read", 1.0)
+    store = branch(hub_url, seconds=3)
+    monkeypatch.setitem(hub.LIMITS, "read", 4.0)
     hub_here.silent, hub_here.silences_left = "/commit/", 1
     store.publish("m", b"1", replacing=None)
     assert hub_here.silences_left == 0 and store.read("m") == b"1"
@@ -234,10 +235,10 @@ def test_a_commit_that_takes_longer_than_requests_are_repeated_is_sent_again(
 
 def test_an_upload_that_the_hub_puts_off_for_long_is_told_at_once(hub_here: Hub, hub_url: str):
     hub_here.refuse, hub_here.limit = {"/preupload/": 429}, '"api";r=0;t=200'
-    begun = time.monotonic()
+    begun, refusals = time.monotonic(), hub_here.refusals_left
     with pytest.raises(StorageError, match="asks to wait 200 s"):
         branch(hub_url).write("part", b"1")
-    assert time.monotonic() - begun < 5
+    assert hub_here.refusals_left == refusals - 1 and time.monotonic() - begun < 100, "asked again, or waited"
 
 
 def test_a_save_that_is_refused_does_not_keep_the_next_ones_out(hub_here: Hub, hub_url: str, tmp_path: Path, monkeypatch):

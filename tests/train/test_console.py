@@ -14,7 +14,7 @@ from train.small_runs import STEPS, make_corpus, rows, small_run, state
 
 from ultrascale.config.resolve import to_toml
 from ultrascale.description.layout import Layout
-from ultrascale.description.run import Checkpoint
+from ultrascale.description.run import Checkpoint, Faults
 
 REDIRECTIONS = {
     "full": ">/dev/full",
@@ -64,7 +64,8 @@ def described(home: Path, processes: int, steps: int) -> tuple[list[str], Path]:
     """The words that train a small run, and its folder."""
     make_corpus(home / "tokens")
     layout = Layout(dp=processes, micro_batch_size=2)
-    run = small_run(home, layout=layout, steps=steps, checkpoint=Checkpoint(every_steps=steps // 2, export=False))
+    checkpoint, faults = Checkpoint(every_steps=steps // 2, export=False), Faults(straggler_steps=None)  # any is one at times
+    run = small_run(home, layout=layout, steps=steps, checkpoint=checkpoint, faults=faults)
     (home / "run.toml").write_text(to_toml(run))
     many = ["--processes", str(processes)] if processes > 1 else []
     return ["train", str(home / "run.toml"), *many], home / "small"

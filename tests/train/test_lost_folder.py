@@ -58,9 +58,9 @@ def put_a_link_in_its_place(folder: Path) -> None:
 
 
 def let_another_take_its_lock(folder: Path) -> None:
-    (folder / RANK_LOCK).unlink()
-    taken = open(folder / RANK_LOCK, "w")  # noqa: SIM115 (held until this process ends)
-    fcntl.flock(taken, fcntl.LOCK_EX)
+    taken = open(folder / "other", "w")  # noqa: SIM115 (held until this process ends)
+    fcntl.flock(taken, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.replace(folder / "other", folder / RANK_LOCK)  # never without a lock file, which the run would make anew
     KEPT.append(taken)
 
 
@@ -141,13 +141,16 @@ def test_the_next_save_sees_the_loss_before_anything_is_written(home, monkeypatc
     assert os.listdir(home / "small") == []
 
 
-def test_a_lock_file_that_was_cleared_away_is_made_anew_and_keeps_others_out(home):
-    run, seen = small_run(home), []
+def test_a_lock_file_that_was_cleared_away_is_made_anew_and_keeps_others_out(home, monkeypatch):
+    run, seen, looks, lost = small_run(home), [], [], RunFolder.lost
+    monkeypatch.setattr(RunFolder, "lost", lambda folder: looks.append(lost(folder)) or looks[-1])
 
     def clear_and_try(trainer) -> None:
         (home / "small" / RANK_LOCK).unlink()
-        while not (home / "small" / RANK_LOCK).exists():
+        before = len(looks)
+        while len(looks) < before + 2:  # one may have begun before; the next makes the file and locks it
             time.sleep(0.01)
+        assert (home / "small" / RANK_LOCK).exists()
         seen.extend(train_ranks(run))
 
     assert train_here(run, before_step=at_step(3, clear_and_try)).steps_done == 12

@@ -23,7 +23,7 @@ from ultrascale.models.decoder import Decoder
 from ultrascale.train.observers.profile import profile_run
 
 FIRST, LAST = 4, 5
-SLEEP = {"reading": 0.1, "rank 1": 0.5}
+SLEEP = {"reading": 0.1, "rank 1": 2.0}
 """Seconds. A step of the smallest model takes a hundredth; on a busy machine a rank may lose tenths by itself."""
 
 
