@@ -19,7 +19,13 @@ from ultrascale.catalogue.cluster import Cluster, Link
 from ultrascale.description.layout import Layout
 from ultrascale.plan.constants import CONSTANTS, Constants
 from ultrascale.plan.layouts import COLUMNS, LayoutTable
-from ultrascale.plan.search.search import PricedLayouts, SearchResult, fastest_of_each_schedule
+from ultrascale.plan.search.search import (
+    PricedLayouts,
+    SearchResult,
+    expected_columns,
+    expected_seconds,
+    fastest_of_each_schedule,
+)
 from ultrascale.plan.time.price import Prediction, predict, predict_rows, price
 from ultrascale.plan.workload import Workload
 
@@ -191,9 +197,11 @@ def _pool(priced: PricedLayouts, capacity_bytes: float) -> LayoutTable:
 def _fastest(workload: Workload, pool: LayoutTable, current: Layout, constants: Constants, *, unlimited: bool = False) -> float:
     """Seconds of the fastest step that fits (any step if `unlimited`), among `pool` and the `current` layout."""
     prices = price(workload, pool, constants)
-    rows = fastest_of_each_schedule(pool, prices.step_seconds, prices.fits | np.full(len(pool), unlimited), PLAYED)
+    seconds = prices.step_seconds if unlimited else expected_columns(workload, prices.step_seconds, prices.memory.needed)
+    rows = fastest_of_each_schedule(pool, seconds, prices.fits | np.full(len(pool), unlimited), PLAYED)
     layouts = [current, *(pool.layout(int(row)) for row in rows)]
-    return min(predict(workload, layout, constants).step_seconds for layout in layouts)
+    predictions = [predict(workload, layout, constants) for layout in layouts]
+    return min(predictions, key=lambda one: one.step_seconds if unlimited else expected_seconds(one)).step_seconds
 
 
 def _with_memory(cluster: Cluster) -> Cluster:

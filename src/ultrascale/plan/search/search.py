@@ -57,6 +57,8 @@ EXACT = 10
 but further off between schedules, so the best of each are simulated before they are compared."""
 REPLAYED = 10
 """Partitionings (`distinct`) at the head of the ranking whose memory is replayed: as many as are listed by default."""
+SURE = 0.6
+"""Fraction of the usable memory below which a layout's risk to run out of it is taken for none when a search sorts thousands."""
 TIE = 0.02
 """Difference of two step times on one cluster below which the model cannot tell them apart (`docs/validation.md`)."""
 
@@ -167,7 +169,8 @@ def search(
     if not priced.fits.any():
         priced = _across_nodes(workload, base, constraints or {}) or priced
     space = priced.space
-    ranked = _predict_all(workload, priced, fastest_of_each_schedule(space.table, priced.step_seconds, priced.fits, exact))
+    expected = expected_columns(workload, priced.step_seconds, priced.peak_bytes)
+    ranked = _predict_all(workload, priced, fastest_of_each_schedule(space.table, expected, priced.fits, exact))
     ranked = _first_replayed(ranked, shown or REPLAYED)
     least = int(np.argmin(np.where(priced.was_priced, priced.peak_bytes, np.inf)))
     smallest = price(workload, space.table.take([least])).row(0)
@@ -188,7 +191,8 @@ def fastest(workload: Workload, *, base: Layout | None = None, constraints: Cons
     if not priced.fits.any():
         priced = _across_nodes(workload, base, constraints or {}) or priced
         space = priced.space
-    rows = fastest_of_each_schedule(space.table, priced.step_seconds, priced.fits, EXACT)
+    expected = expected_columns(workload, priced.step_seconds, priced.peak_bytes)
+    rows = fastest_of_each_schedule(space.table, expected, priced.fits, EXACT)
     return next(iter(_first_replayed(_predict_all(workload, priced, rows), 1)), None)
 
 
@@ -237,7 +241,7 @@ def price_all(
         chunk, waiting = waiting[:size], waiting[size:]
         _price_memory(workload, priced, chunk)
         if prunes and len(waiting):
-            drop = _cannot_matter(priced, waiting, kinds, num_ranked)
+            drop = _cannot_matter(workload, priced, waiting, kinds, num_ranked)
             too_slow[waiting[drop]] = True
             waiting = waiting[~drop]
         size = min(2 * size, CHUNK)
@@ -315,13 +319,16 @@ def _usable(workload: Workload) -> float:
 
 
 def _cannot_matter(
-    priced: PricedLayouts, rows: NDArray[np.intp], kinds: NDArray[np.intp], num_ranked: int
+    workload: Workload, priced: PricedLayouts, rows: NDArray[np.intp], kinds: NDArray[np.intp], num_ranked: int
 ) -> NDArray[np.bool_]:
-    """True for `rows` that cannot be among the `num_ranked` fastest, the best `EXACT` of their kind, or on the Pareto front.
-    All `rows` are slower than those with known memory."""
-    if np.count_nonzero(priced.fits) < num_ranked:
+    """True for `rows` that cannot be among the `num_ranked` of least expected time, the best `EXACT` of their kind, or on the
+    Pareto front. All `rows` are slower than those with known memory; the expected time of those may be longer all the same."""
+    known = np.flatnonzero(priced.fits)
+    expected = expected_columns(workload, priced.step_seconds[known], priced.peak_bytes[known])
+    known = known[expected <= priced.step_seconds[rows[0]]]
+    if len(known) < num_ranked:
         return np.zeros(len(rows), dtype=bool)
-    enough = np.bincount(kinds[priced.fits], minlength=kinds.max() + 1) >= EXACT
+    enough = np.bincount(kinds[known], minlength=kinds.max() + 1) >= EXACT
     least = priced.peak_bytes[priced.fits].min()
     return enough[kinds[rows]] & (priced.peak_bytes[rows] >= least)
 
@@ -332,10 +339,10 @@ def _fastest(priced: PricedLayouts, count: int) -> NDArray[np.intp]:
     return fitting[np.argsort(priced.step_seconds[fitting], kind="stable")][:count]
 
 
-def fastest_of_each_schedule(table: LayoutTable, step_seconds: Floats, fits: NDArray[np.bool_], count: int) -> NDArray[np.intp]:
-    """Indices of the fastest rows that fit, `count` of each of `_kinds`."""
+def fastest_of_each_schedule(table: LayoutTable, seconds: Floats, fits: NDArray[np.bool_], count: int) -> NDArray[np.intp]:
+    """Indices of the rows that fit with the least `seconds`, `count` of each of `_kinds`."""
     fitting = np.flatnonzero(fits)
-    order = fitting[np.argsort(step_seconds[fitting], kind="stable")]
+    order = fitting[np.argsort(seconds[fitting], kind="stable")]
     kind = _kinds(table)[order]
     return np.concatenate([order[kind == number][:count] for number in distinct_values(kind)] or [order])
 
@@ -365,8 +372,20 @@ def _predict_all(workload: Workload, priced: PricedLayouts, rows: Sequence[int] 
 
 def risk(prediction: Prediction) -> float:
     """Probability that the layout runs out of memory."""
-    is_ours = prediction.workload.stack.name == "ultrascale"
-    return out_of_memory_risk(float(prediction.memory.needed), float(prediction.memory.capacity), is_replayed=is_ours)
+    return _risk(prediction.workload, float(prediction.memory.needed))
+
+
+def _risk(workload: Workload, needed_bytes: float) -> float:
+    capacity = workload.cluster.accelerator.memory_bytes.value
+    return out_of_memory_risk(needed_bytes, capacity, is_replayed=workload.stack.name == "ultrascale")
+
+
+def expected_columns(workload: Workload, step_seconds: Floats, needed_bytes: Floats) -> Floats:
+    """`expected_seconds` of every row; the memory of those that do not fit does not count."""
+    expected = step_seconds.copy()
+    for row in np.flatnonzero((needed_bytes > SURE * _usable(workload)) & (needed_bytes <= _usable(workload))).tolist():
+        expected[row] /= 1 - _risk(workload, float(needed_bytes[row]))
+    return expected
 
 
 def expected_seconds(prediction: Prediction) -> float:
