@@ -76,6 +76,16 @@ def test_a_package_that_is_not_installed_is_named_with_the_remedy(method, packag
         getattr(found, method)()
 
 
+def test_without_pandas_a_report_names_its_own_method_for_the_same_rows(tmp_path, monkeypatch):
+    from ultrascale.api.report import Report
+    from ultrascale.measure.summary import summarise
+
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(ImportError, match=r"; metrics\(\) has the same"):
+        Report(tmp_path, summarise(tmp_path), ()).to_frame()
+
+
 def test_names_in_a_table_cannot_be_html():
     from ultrascale.api.displays import html
 

@@ -225,6 +225,12 @@ def test_training_goes_on_from_an_imported_folder_and_generate_reads_the_run(exp
     assert 0 < max(moved.values()) < 1e-3  # one step of AdamW moves a weight by about the learning rate
 
 
+def test_the_runs_folder_can_be_given_to_import_as_to_train(exported, run_file, capsys):
+    place = run_file.parent / "elsewhere"
+    assert main(["import", str(exported), str(run_file), "--folder", str(place)]) == 0
+    assert (place / "continued" / "checkpoints").is_dir()
+
+
 def test_import_refuses_another_model_by_field_and_a_run_with_checkpoints(exported, run_file, capsys):
     text = run_file.read_text()
     run_file.write_text(text.replace("[batch]", "rope_theta = 5e5\n[batch]"))

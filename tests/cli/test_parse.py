@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from ultrascale.api.keywords import unknown_flag
 from ultrascale.cli.main import main
 from ultrascale.cli.terminal.parse import split_settings
 
@@ -68,3 +69,8 @@ def test_help_has_its_examples_in_lines_below_each_other_and_no_value_none(
     told = capsys.readouterr().out
     assert "\n    ultrascale " in told
     assert "\n\n\n" not in told and "{None" not in told
+
+
+def test_a_refused_flag_is_never_proposed_in_its_own_place():
+    for flag in ("--folder", "--name"):
+        assert f"mean {flag}" not in unknown_flag(flag, [], "import", settings=True).remedy

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from ultrascale.cli.main import main
 from ultrascale.cli.start.demo import command
+from ultrascale.config.resolve import resolve
 from ultrascale.demo import story
 from ultrascale.demo import story as folder
 from ultrascale.demo import story as recipe
@@ -322,6 +323,9 @@ def test_the_end_names_the_commands_to_go_on_with(in_tmp):
     assert all(
         f"ultrascale {words}" in told for words in ("show run.toml", "report run", "checkpoint list run", "generate run")
     )
+    recipe.write_run(Path("."), precision="fp32", steps=300)
+    words = told.replace("\\\n", " ").split()
+    assert int(words[words.index("--train-tokenizer") + 1]) <= resolve("run.toml").run.model.vocab_size
 
 
 # The command and the screen

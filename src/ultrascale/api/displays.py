@@ -33,12 +33,12 @@ class Rows:
         return html(repr(self), self.rows())
 
 
-def frame(rows: Sequence[TableRow]) -> Any:
-    """A pandas DataFrame of the rows. Raises NotInstalledError without pandas."""
+def frame(rows: Sequence[TableRow], method: str = "rows()") -> Any:
+    """A pandas DataFrame of the rows, which the result's `method` returns too. Raises NotInstalledError without pandas."""
     try:
         import pandas  # type: ignore[import-not-found]
     except ModuleNotFoundError:
-        remedy = "pip install pandas; rows() has the same as dictionaries"
+        remedy = f"pip install pandas; {method} has the same as dictionaries"
         raise NotInstalledError(lacks("to_frame()", "pandas", remedy=remedy)) from None
     return pandas.DataFrame(list(rows))
 

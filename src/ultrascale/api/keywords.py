@@ -153,7 +153,7 @@ def unknown_flag(flag: str, known: list[str], verb: str, *, settings: bool) -> P
     if ours is not None and word not in letters:
         short = "--seq-len" if ours == "batch.sequence_length" else _flag(ours.rpartition(".")[2])
         meant = short if short in known else _flag(ours) if settings else meant
-    remedy = f"Did you mean {meant}?" if meant else f"See `ultrascale {verb} --help`."
+    remedy = f"Did you mean {meant}?" if meant not in (None, flag.replace("_", "-")) else f"See `ultrascale {verb} --help`."
     return Problem(flag, f"is no flag of {verb}", remedy)
 
 

@@ -59,7 +59,7 @@ class Report:
 
     def to_frame(self) -> Any:
         """`metrics` as a pandas DataFrame. Raises NotInstalledError without pandas."""
-        return frame(self.metrics())
+        return frame(self.metrics(), "metrics()")
 
     def plot(self) -> Any:
         """A matplotlib figure: loss by step, as in `plots/loss.png`. Raises NotInstalledError without matplotlib."""

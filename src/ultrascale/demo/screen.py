@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import resource
 import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,27 +26,13 @@ Advance = Callable[[float, str], None]
 """Called with a stage's progress, and a note to print beside the bar."""
 
 
-def cpu_seconds() -> float:
-    """CPU time of this process and of its finished children, which does not depend on the load of the machine."""
-    this_process, children = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
-    return this_process.ru_utime + this_process.ru_stime + children.ru_utime + children.ru_stime
-
-
-@dataclass(frozen=True)
-class Spent:
-    """Time that a stage took."""
-
-    seconds: float
-    cpu_seconds: float
-
-
 @dataclass
 class Screen:
     """Writes the demo's output to one console."""
 
     console: Console
-    spent: dict[str, Spent] = field(default_factory=dict)
-    """Time by title of the stage."""
+    spent: dict[str, float] = field(default_factory=dict)
+    """Seconds by title of the stage."""
 
     @classmethod
     def on(cls, *, stderr: bool) -> Screen:
@@ -62,10 +47,10 @@ class Screen:
     @contextmanager
     def stage(self, title: str) -> Iterator[None]:
         """Print a numbered heading; the time of the stage is recorded under its title."""
-        started, cpu = time.perf_counter(), cpu_seconds()
+        started = time.perf_counter()
         self.console.print(f"\n[bold blue]{len(self.spent) + 1}[/]  [bold]{title}[/]")
         yield
-        self.spent[title] = Spent(time.perf_counter() - started, cpu_seconds() - cpu)
+        self.spent[title] = time.perf_counter() - started
 
     def command(self, *words: str) -> None:
         """Print the command that does the same, for copying."""

@@ -16,7 +16,7 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -300,9 +300,8 @@ def _close(demo: Demo) -> None:
     seconds, screen = time.perf_counter() - demo.started, demo.screen
     screen.console.print("\n[bold]In short[/]")
     screen.claims(demo.claims)
-    spent = "  ".join(f"{_first_word(title)} {stage.seconds:.0f}" for title, stage in screen.spent.items())
-    cpu = sum(stage.cpu_seconds for stage in screen.spent.values())
-    screen.say(f"\n[dim]{format_seconds(seconds)} in all, {format_seconds(cpu)} of CPU time. Seconds by stage: {spent}[/]\n")
+    spent = "  ".join(f"{_first_word(title)} {stage_seconds:.0f}" for title, stage_seconds in screen.spent.items())
+    screen.say(f"\n[dim]{format_seconds(seconds)} in all. Seconds by stage: {spent}[/]\n")
     screen.say(f"Everything is in [bold]{demo.folder}[/]. To look around:")
     screen.command("show", str(demo.run_file))
     screen.command("report", str(demo.run_folder))
@@ -311,13 +310,14 @@ def _close(demo: Demo) -> None:
     screen.say("\nNext, your own text: a folder of files, and the same run on it.")
     prepared = str(demo.folder / "mine")
     screen.command(
-        "data", "prepare", "YOUR_FOLDER", "--train-tokenizer", "4096", "--validation-fraction", "0.05", "--output", prepared
-    )
+        "data", "prepare", "YOUR_FOLDER", "--train-tokenizer", str(VOCABULARY), "--validation-fraction", "0.05",
+        "--output", prepared,
+    )  # fmt: skip
     settings = ("--data.sources", prepared, "--data.validation", f"{prepared}/validation", "--name", "mine")
     screen.command("train", str(demo.run_file), *settings)
     summary = {
         "seconds": seconds,
-        "stages": {title: asdict(stage) for title, stage in screen.spent.items()},
+        "stage_seconds": screen.spent,
         "claims": [claim.to_json() for claim in demo.claims],
     }
     (demo.folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")

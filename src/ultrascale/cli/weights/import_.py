@@ -17,7 +17,7 @@ from ultrascale.models.files.weight_files import weight_files
 
 
 def import_(
-    folder: Annotated[Path, tyro.conf.Positional],
+    source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")],
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN.TOML")],
     /,
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
@@ -29,25 +29,25 @@ def import_(
     Example: ultrascale import models/smollm2-135m continue.toml --name continued
 
     Args:
-        folder: Folder with config.json and safetensors weights. Pickle files are never read.
+        source: Folder with config.json and safetensors weights. Pickle files are never read.
         run: TOML file of the run.
         json: Print one JSON object.
     """
-    return folder, run, json
+    return source, run, json
 
 
 def command(arguments: list[str]) -> int:
     """Run the verb; returns its exit code."""
     parsed, overrides = parse_with_overrides(import_, "import", arguments)
-    folder, path, as_json = parsed
+    source, path, as_json = parsed
     run = resolve(path, overrides, require_data=True).run
-    expect_trainable(from_hf(folder))
-    weight_files(folder)
+    expect_trainable(from_hf(source))
+    weight_files(source)
     from ultrascale.train.start.trained import import_as_first_checkpoint
 
-    checkpoint = import_as_first_checkpoint(folder, run)
+    checkpoint = import_as_first_checkpoint(source, run)
     if as_json:
-        print_json({"source": str(folder), "checkpoint": str(checkpoint)}, "import")
+        print_json({"source": str(source), "checkpoint": str(checkpoint)}, "import")
     else:
-        print(f"{folder} -> {checkpoint}\nnow: ultrascale train {shlex.join([path, *overrides])}")
+        print(f"{source} -> {checkpoint}\nnow: ultrascale train {shlex.join([path, *overrides])}")
     return 0
