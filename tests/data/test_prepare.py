@@ -268,6 +268,18 @@ def test_another_request_for_a_prepared_folder_is_refused(tmp_path, source, toke
         prepare([source], output=tmp_path / "out", recipe=Recipe(**change(source, wanted)), workers=1)
 
 
+def test_a_folder_without_a_finished_shard_is_begun_anew_by_a_corrected_request(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "some words"}\n' * 9)
+    with pytest.raises(DataError, match="has no field 'txt'"):
+        prepare([tmp_path / "a.jsonl"], output=tmp_path / "out", recipe=Recipe(train_tokenizer=280, field="txt"), workers=1)
+    assert (tmp_path / "out" / "unfinished.json").exists()
+    (tmp_path / "b.txt").write_text("other words")
+    inputs = [tmp_path / "a.jsonl", tmp_path / "b.txt"]
+    prepare(inputs, output=tmp_path / "out", recipe=Recipe(train_tokenizer=270), workers=1)
+    prepare(inputs, output=tmp_path / "calm", recipe=Recipe(train_tokenizer=270), workers=1)
+    assert contents(tmp_path / "out") == contents(tmp_path / "calm")
+
+
 def test_a_request_with_a_setting_that_this_release_does_not_know_is_refused(tmp_path, source, tokenizer):
     prepare([source], output=tmp_path / "out", recipe=recipe(tokenizer), workers=1)
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())

@@ -101,6 +101,37 @@ def test_what_a_file_holds_is_no_fault_of_the_command(tmp_path):
     assert command(["prepare", str(tmp_path / "bad.txt"), "--train-tokenizer", "300", "--output", str(tmp_path / "out")]) == 1
 
 
+def test_an_array_of_json_is_told_with_the_command_that_makes_lines_of_it(tmp_path, capsys):
+    words = ["--train-tokenizer", "300", "--output", str(tmp_path / "out")]
+    for text in ('[\n {"text": "a"},\n {"text": "b"}\n]\n', '[{"text": "a"}, {"text": "b"}]'):
+        (tmp_path / "a.json").write_text(text)
+        assert command(["prepare", str(tmp_path / "a.json"), *words]) == 1
+        told = capsys.readouterr().err
+        assert "is a JSON array" in told and f"jq -c '.[]' {tmp_path / 'a.json'} > {tmp_path / 'a.jsonl'}" in told
+
+
+def test_a_pipe_is_refused_since_it_has_no_name_that_tells_the_format(tmp_path, capsys):
+    words = ["--train-tokenizer", "300", "--output", str(tmp_path / "out")]
+    reading, writing = os.pipe()
+    os.write(writing, b'{"text": "a"}\n')
+    os.close(writing)
+    with open(tmp_path / "a.jsonl", "w") as file:
+        for name in (f"/dev/fd/{reading}", f"/dev/fd/{file.fileno()}", os.devnull):
+            assert command(["prepare", name, *words]) == 2
+            assert f"{name}\n" in (told := capsys.readouterr().err) and "is no regular file" in told
+    os.close(reading)
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_a_terminal_progress_is_a_line_now_and_then(text, capsys, monkeypatch):
+    assert command(arguments(text)) == 0
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("ultrascale.cli.data.LINE_SECONDS", 0.0)
+    assert command([*arguments(text)[:3], str(text.parent / "again"), *arguments(text)[4:]]) == 0
+    told = capsys.readouterr().err.splitlines()
+    assert told[0].startswith("tokenizer: 0 B of") and told[-1].startswith("tokenizing: ") and told[-1].endswith(" tokens")
+
+
 def test_several_wrong_options_are_told_together(text, capsys):
     words = ["--train-tokenizer", "10000000000", "--workers", "0", "--validation", "held", "--shard-bytes", "0"]
     assert command(arguments(text, *words)) == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -17,12 +18,16 @@ from rich.table import Table
 from ultrascale.cli.main import explain
 from ultrascale.cli.terminal.parse import parse
 from ultrascale.cli.terminal.screen import console_for_people, print_json
+from ultrascale.console import print_line
 from ultrascale.description.problems import mistake
-from ultrascale.description.units import count_of
+from ultrascale.description.units import count_of, format_bytes
 
 if TYPE_CHECKING:
     from ultrascale.data.preparing.prepare import Prepared, Progress
 
+LINE_SECONDS = 30.0
+"""Time between two lines of progress where stderr is no terminal."""
+STAGE_NAMES = {"bringing": "bringing", "tokenizer": "tokenizer", "shards": "tokenizing"}
 _VERBS = """ultrascale data: text to tokens.
 
   ultrascale data prepare INPUT... --output FOLDER   text, JSONL, CSV, TSV (.gz, .zst), Parquet, Arrow,
@@ -152,11 +157,11 @@ def inspect(
 
 
 @contextmanager
-def _bar() -> Iterator[Callable[[Progress], None] | None]:
-    """A progress bar on stderr, if that is a terminal."""
+def _bar() -> Iterator[Callable[[Progress], None]]:
+    """A progress bar on stderr; if that is no terminal, a line every `LINE_SECONDS`."""
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield None
+        yield _draw_lines()
         return
     from rich import progress as bars
 
@@ -166,14 +171,26 @@ def _bar() -> Iterator[Callable[[Progress], None] | None]:
     )  # fmt: skip
     with bars.Progress(*columns, console=console) as progress:
         task = progress.add_task("reading", total=None, tokens=0)
-        names = {"bringing": "bringing", "tokenizer": "tokenizer", "shards": "tokenizing"}
 
         def draw(now: Progress) -> None:
             progress.update(
-                task, description=names[now.stage], completed=now.done_bytes, total=now.total_bytes, tokens=now.tokens
+                task, description=STAGE_NAMES[now.stage], completed=now.done_bytes, total=now.total_bytes, tokens=now.tokens
             )
 
         yield draw
+
+
+def _draw_lines() -> Callable[[Progress], None]:
+    printed = time.monotonic()
+
+    def draw(now: Progress) -> None:
+        nonlocal printed
+        if time.monotonic() - printed >= LINE_SECONDS:
+            printed = time.monotonic()
+            done, total = format_bytes(now.done_bytes), format_bytes(now.total_bytes)
+            print_line(f"{STAGE_NAMES[now.stage]}: {done} of {total}, {now.tokens:,} tokens", "stderr")
+
+    return draw
 
 
 def _print_prepared(prepared: Prepared, output: Path, *, wanted_ids: int | None, as_json: bool) -> None:

@@ -1,7 +1,7 @@
 """Text files to a folder of shards and a manifest. The command may be killed and repeated at any time.
 
     1  find the files and cut them into shards           (names and sizes only: the same for any number of workers)
-    2  write tokenizer.json, then unfinished.json        (the request: another request for this folder is refused)
+    2  write tokenizer.json, then unfinished.json        (the request: once a shard is made, another request is refused)
     3  make the shards in parallel                       (each: .bin, .idx, then its record; kept if its checksums are right)
     4  write manifest.json, remove records and unfinished.json
 
@@ -138,7 +138,7 @@ def _prepare(
     files = find_files(inputs, glob=recipe.glob, exclude=recipe.exclude, urls=urls)
     _expect_outside(files, folders)
     shards = cut_shards(files, recipe.shard_bytes)
-    if _earlier_request(folder) is None:
+    if not _has_shards(folder):
         _expect_both(shards, recipe)
     total = sum(part.weight_bytes for parts in shards for part in parts)
     for each in folders:
@@ -203,7 +203,7 @@ def _expect_ready(inputs: list[str | Path], folder: Path, recipe: Recipe) -> Non
         with locked(folder / LOCK, folder):
             pass
     before = _earlier_request(folder)
-    if before is None:
+    if before is None or not _has_shards(folder):
         return
     _expect_same_recipe(before, recipe, folder)
     named = [url_of(item) or os.path.abspath(item) for item in inputs]
@@ -240,13 +240,19 @@ def _expect_both(shards: list[tuple[Part, ...]], recipe: Recipe) -> None:
 def _settle(
     files: list[InputFile], shards: list[tuple[Part, ...]], folder: Path, recipe: Recipe
 ) -> tuple[TokenizerFacts, dict[str, Any]]:
-    """The tokenizer and the request, from an earlier run of the same request if there was one."""
-    before = _earlier_request(folder)
+    """The tokenizer and the request, from an earlier run of the same request if there was one. A folder without a finished
+    shard is begun anew by another request."""
+    before, now = _earlier_request(folder), _request(files, recipe)
     path = folder / TOKENIZER
     if before is not None:
-        now = _request(files, recipe)
-        _expect_same_recipe(before, recipe, folder)
-        _expect_same_inputs(before, now, folder)
+        try:
+            _expect_same_recipe(before, recipe, folder)
+            _expect_same_inputs(before, now, folder)
+        except DataError:
+            if _has_shards(folder):
+                raise
+            before = None
+    if before is not None:
         facts = tokenizer_facts(path, recipe.eod)
         if facts.fingerprint != before["tokenizer"]:
             raise DataError(str(path), "is not the tokenizer this folder was begun with", "Put it back, or remove the folder.")
@@ -261,7 +267,7 @@ def _settle(
         write_whole(path, trained.to_str(pretty=True).encode())
     failpoint("prepare.tokenizer")
     facts = tokenizer_facts(path, recipe.eod)
-    request = {**_request(files, recipe), "tokenizer": facts.fingerprint}
+    request = {**now, "tokenizer": facts.fingerprint}
     _remove(folder.glob("shard-*.json"))  # of a run that did not say what it was asked for
     write_json(folder / UNFINISHED, request)
     failpoint("prepare.requested")
@@ -276,6 +282,11 @@ def _earlier_request(folder: Path) -> dict[str, Any] | None:
     if (folder / UNFINISHED).exists():
         return read_json(folder / UNFINISHED)
     return dict(load_manifest(folder).request) if (folder / NAME).exists() else None
+
+
+def _has_shards(folder: Path) -> bool:
+    """True if a shard was finished, by an earlier run of a request that is known."""
+    return (folder / NAME).exists() or ((folder / UNFINISHED).exists() and any(folder.glob("shard-*.json")))
 
 
 def _expect_same_recipe(before: dict[str, Any], recipe: Recipe, folder: Path) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import codecs
 import csv
 import io
+import shlex
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -110,10 +111,12 @@ class PartReader:
                 if len(line) == LONGEST_LINE and not line.endswith(b"\n"):
                     with _spool(self.spool) as spooled:
                         length = _spool_line(line, stream, spooled, self.spool)
-                        yield self._long_line(spooled, where, key, bom=position == 0)
+                        item = self._long_line(spooled, where, key, bom=position == 0)
+                        yield item if position else _or_array_error(item, line, file.path)
                 else:
                     length = len(line)
-                    yield self._line(line if position else line.removeprefix(_BOM), where, key)
+                    item = self._line(line if position else line.removeprefix(_BOM), where, key)
+                    yield item if position else _or_array_error(item, line, file.path)
                 position += length
                 self.consumed_bytes = raw.tell() - start
             if position == 0:
@@ -239,6 +242,15 @@ class PartReader:
                     yield DataError(str(path), "has no rows", REPAIR, "empty_file")
         except pyarrow.ArrowException as error:
             raise DataError(str(path), f"is damaged: {error}", REPAIR, "damaged_file") from error
+
+
+def _or_array_error(item: Document | DataError, first_line: bytes, path: Path) -> Document | DataError:
+    """`item`, or if it is the error of a file that is one JSON array, an error that says so."""
+    if isinstance(item, Document) or not first_line.removeprefix(_BOM).lstrip().startswith(b"["):
+        return item
+    lines = path.with_suffix(".jsonl") if path.suffix == ".json" else f"{path}.jsonl"
+    remedy = f"jq -c '.[]' {shlex.quote(str(path))} > {shlex.quote(str(lines))}"
+    return DataError(str(path), "is a JSON array, and one object a line is read", remedy, "broken_json")
 
 
 def _expect_named_kind(file: InputFile) -> None:

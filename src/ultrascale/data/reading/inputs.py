@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
@@ -34,6 +35,8 @@ SIDES: dict[str, Kind] = {
     "dataset_dict.json": "arrow",
 }
 """Index files of a kind's shards, which hold no text themselves."""
+DESCRIPTORS = ("/dev/fd", "/proc/self/fd")
+"""Folders of a process's open files, whose names are numbers."""
 SMALLEST_SHARD, LARGEST_SHARD, USUAL_NUM_SHARDS = 2 << 20, 256 << 20, 256
 
 
@@ -188,6 +191,9 @@ def matches(name: str, patterns: tuple[str, ...]) -> bool:
 
 def _describe(path: Path, name: str) -> tuple[InputFile, tuple[int, int]]:
     try:
+        if not stat.S_ISREG(os.stat(path).st_mode) or os.path.dirname(path) in DESCRIPTORS or str(path) == "/dev/stdin":
+            rule = "is no regular file, and its name would tell the format"
+            raise DataCommandError(str(path), rule, "Write it to a file first, such as text.jsonl.")
         with open(path, "rb") as file:
             facts = os.fstat(file.fileno())
     except OSError as error:
