@@ -1,4 +1,5 @@
 import json
+import sys
 from pathlib import Path
 from shutil import copytree
 
@@ -159,6 +160,19 @@ def test_all_mistakes_of_sampling_are_told_together_and_before_the_prompt(export
         assert key in err
 
 
+def test_a_closed_stdout_is_no_error(exported, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(["generate", str(exported), "--prompt", "the", "--max-new-tokens", "2"]) == 0
+
+
+def test_a_full_context_is_told_on_stderr(exported, capsys):
+    words = ["generate", str(exported), "--prompt", "the", "--tokenizer", str(exported / "tokenizer.json"), "--max-new-tokens"]
+    assert main([*words, "2"]) == 0
+    assert "stopped" not in capsys.readouterr().err
+    assert main([*words, "5000", "--json"]) == 0
+    assert "stopped: the model's context of 64 tokens is full\n" in capsys.readouterr().err
+
+
 def test_a_temperature_too_small_to_divide_by_takes_the_likeliest(exported, capsys):
     words = [str(exported), "--prompt", PROMPT, "--max-new-tokens", "8", "--temperature"]
     assert generated(capsys, *words, "1e-40") == generated(capsys, *words, "0")
@@ -225,10 +239,36 @@ def test_training_goes_on_from_an_imported_folder_and_generate_reads_the_run(exp
     assert 0 < max(moved.values()) < 1e-3  # one step of AdamW moves a weight by about the learning rate
 
 
+def test_a_new_run_of_a_folder_with_weights_says_that_it_begins_at_random_and_an_imported_one_does_not(
+    exported, run_file, capsys
+):
+    assert main(["train", str(run_file), "--name", "other"]) == 0
+    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: weights begin at random")]
+    assert len(notes) == 1
+    assert f"`ultrascale import {exported} {run_file} --name other` begins from those in {exported}" in notes[0]
+    assert main(["import", str(exported), str(run_file)]) == 0
+    assert main(["train", str(run_file)]) == 0
+    assert "begin at random" not in capsys.readouterr().out
+
+
 def test_the_runs_folder_can_be_given_to_import_as_to_train(exported, run_file, capsys):
     place = run_file.parent / "elsewhere"
     assert main(["import", str(exported), str(run_file), "--folder", str(place)]) == 0
     assert (place / "continued" / "checkpoints").is_dir()
+
+
+def test_the_first_train_of_an_imported_run_reports_no_change_that_nobody_made(exported, run_file, capsys):
+    text, prepared = run_file.parent / "text.jsonl", run_file.parent / "prepared"
+    text.write_text('{"text": "the model says what the model says"}\n' * 99)
+    words = ["--tokenizer", str(exported / "tokenizer.json"), "--validation-fraction", "0.4", "--workers", "1"]
+    assert main(["data", "prepare", str(text), *words, "--output", str(prepared)]) == 0
+    settings = ["--steps", "20", "--data.sources", str(prepared)]
+    assert main(["import", str(exported), str(run_file), *settings]) == 0
+    assert main(["train", str(run_file), *settings]) == 0
+    told = capsys.readouterr().out
+    assert (
+        "warm-up: 1 of 20 steps" in told and f"validation: {prepared}" in told and "resumed from" in told and "(was" not in told
+    )
 
 
 def test_import_refuses_another_model_by_field_and_a_run_with_checkpoints(exported, run_file, capsys):

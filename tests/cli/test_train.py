@@ -46,6 +46,17 @@ def test_a_run_is_trained_and_its_end_told_as_json(run_file, capsys):
     assert resolve(run_file.parent / "small").run.optimizer.learning_rate == 1e-3
 
 
+def test_the_command_of_one_island_leaves_the_last_word_to_the_command_of_all(tmp_path, monkeypatch, capsys):
+    run = small_run(tmp_path)
+    folder = tmp_path / "small"
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text("{}\n")
+    monkeypatch.setattr(verb, "_train", lambda *arguments: (run, 0))
+    for words, lines in (([], 1), (["--island", "0"], 0)):
+        assert main(["train", "run.toml", *words]) == 0
+        assert len(capsys.readouterr().out.splitlines()) == lines
+
+
 def test_a_run_goes_on_in_its_folder_also_after_that_was_renamed(run_file, tmp_path, capsys):
     assert train(run_file, "--steps", "8") == 0
     (tmp_path / "small").rename(tmp_path / "renamed")

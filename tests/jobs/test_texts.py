@@ -78,6 +78,22 @@ def test_a_text_is_whole_and_says_what_it_starts_and_what_the_plan_says(launcher
     assert "NCCL_DEBUG" in told and "INFO" in told and "WARN" not in told  # what is given wins
 
 
+def test_data_that_this_machine_does_not_have_is_noted(there, capsys):
+    words = ["launch", "slurm", "run.toml", "--nodes", "8", "--print"]
+    assert main(words) == 0
+    assert capsys.readouterr().err == "note: data/web is not on this machine; every node must have it\n"
+    (there / "data" / "web").mkdir(parents=True)
+    assert main(words) == main([*words, "--data.sources", "s3://bucket/web"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_a_closed_stdout_is_no_error(there, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(["launch", "slurm", "run.toml", "--nodes", "8", "--print"]) == 0
+    assert main(["launch", "slurm", "run.toml", "--nodes", "8"]) == 0
+    assert (there / "big.sbatch").exists()
+
+
 @pytest.mark.parametrize("launcher", SHELLS)
 def test_the_shell_reads_its_texts(launcher, capsys):
     told = text(capsys, launcher)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +13,8 @@ import tyro
 from ultrascale.cli.measure.measure_speed import TIMED, WARM
 from ultrascale.cli.terminal.parse import parse_with_overrides
 from ultrascale.config.resolve import Resolved, resolve
+from ultrascale.config.rules.early import data_missing_here
+from ultrascale.console import print_line
 from ultrascale.description.problems import mistake
 from ultrascale.description.run import Run
 from ultrascale.description.units import format_bytes, format_seconds
@@ -92,11 +93,13 @@ def command(arguments: list[str]) -> int:
         texts = {text_file: text}
     else:
         texts = _texts(launcher, resolved, path, overrides, nodes, typed, out, _islands_of(resolved, island))
+        for place in data_missing_here(resolved.run):
+            print_line(f"note: {place} is not on this machine; every node must have it", "stderr")
     if len(texts) > 1 and (only_print or (to_submit and launcher in ("ssh", "torchrun"))):
         rule = f"is one text, and {len(texts)} islands with a quorum (islands.quorum) are a job each"
         raise mistake("--print" if only_print else "--submit", rule, "Name one of them: --island NUMBER.")
     if only_print:
-        sys.stdout.write(*texts.values())
+        print(*texts.values(), end="")
         return 0
     if to_submit:
         expect_launcher(launcher, nodes if nodes is not None else resolved.launch.nodes or 1)
@@ -116,9 +119,9 @@ def command(arguments: list[str]) -> int:
                     f"{error}; {before} submitted: go on with {retry_flags}, each a command of its own"
                 ) from error
             if output:
-                sys.stdout.write(f"{output}\n")
+                print(output)
         else:
-            sys.stdout.write(f"{text_file}\nnext  {shlex.join([*COMMANDS[launcher], str(text_file)])}\n")
+            print(f"{text_file}\nnext  {shlex.join([*COMMANDS[launcher], str(text_file)])}")
     return 0
 
 

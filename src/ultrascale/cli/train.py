@@ -13,7 +13,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from shlex import quote
+from shlex import join, quote
 from typing import Annotated
 
 import tyro
@@ -22,7 +22,7 @@ from ultrascale import console
 from ultrascale.api.schemas.stamp import stamped
 from ultrascale.cli.terminal.parse import parse_with_overrides
 from ultrascale.config.failures import explained, print_error
-from ultrascale.config.resolve import resolve, to_toml
+from ultrascale.config.resolve import Resolved, resolve, to_toml
 from ultrascale.config.rules.early import expect_processes
 from ultrascale.config.rules.time_limits import grace_seconds
 from ultrascale.config.train_defaults import train_defaults
@@ -81,7 +81,8 @@ def command(arguments: list[str]) -> int:
     parsed, settings = parse_with_overrides(train, "train", arguments)
     with console.redirect_stdout_to_stderr() if parsed[-1] else nullcontext():
         run, code = _train(*parsed[:-1], settings)
-        if code == 0 and env_rank(os.environ) == 0 and (folder := RunFolder.of(run)).metrics.exists():
+        is_whole = parsed[-2] is None  # an island's command is one of several
+        if code == 0 and is_whole and env_rank(os.environ) == 0 and (folder := RunFolder.of(run)).metrics.exists():
             console.print_line(f"its loss, speed and memory, drawn and in numbers: ultrascale report {quote(str(folder.path))}")
     if parsed[-1] and env_rank(os.environ) == 0:
         console.print_line(json_module.dumps(stamped("train", _summary(run, code))))
@@ -122,7 +123,7 @@ def _train(
         resolved = _elastic(resolved, world if processes is None else processes)
     expect_startable(resolved)
     if env_rank(os.environ) == 0:
-        for line in choices:
+        for line in [*choices, *_weights_notes(chosen, [path, *overrides])]:
             console.print_line(line)
     expect_trackers(resolved)
     if env_rank(os.environ) == 0:
@@ -141,6 +142,19 @@ def _train(
     else:
         code = _launch(resolved, max_restarts, flags, island)
     return resolved, code
+
+
+def _weights_notes(resolved: Resolved, words: list[str]) -> list[str]:
+    """A note if a new run reads its model from a folder with weights, which it does not begin from. A run that is kept in a
+    store may have begun elsewhere, and gets none."""
+    read = "config.json of "
+    named = (origin.removeprefix(read) for origin in resolved.provenance.values() if origin.startswith(read))
+    folder = next((place if place.is_dir() else place.parent for place in map(Path, named)), None)
+    has_begun = any(RunFolder.of(resolved.run).checkpoints.glob("step-*")) or resolved.run.checkpoint.store is not None
+    if folder is None or has_begun or not any(folder.glob("*.safetensors")):
+        return []
+    command = join(["ultrascale", "import", str(folder), *words])
+    return [f"note: weights begin at random; `{command}` begins from those in {folder}"]
 
 
 def _flags(allow_changes: bool, ignore_memory: bool, leave_by: float | None) -> tuple[str, ...]:

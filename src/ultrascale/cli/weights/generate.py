@@ -14,6 +14,7 @@ from ultrascale.cli.terminal.parse import parse
 from ultrascale.cli.terminal.screen import print_json
 from ultrascale.cli.weights.opening import expect_contents, folder_problems, open_trained_and_print
 from ultrascale.config.rules.early import device_problems
+from ultrascale.console import print_line
 from ultrascale.description.problems import Problem, SpecError, mistake
 from ultrascale.models.sampling import Sampling
 
@@ -84,6 +85,8 @@ def generate(
         pieces.append(stream.step(vocabulary, token) or "")  # None: only some bytes of a character so far
         _write(pieces[-1], silent=json)
     _write("\n", silent=json)
+    if len(ids) + len(new_ids) >= (context := trained.model.max_position_embeddings) and len(new_ids) < max_new_tokens:
+        print_line(f"stopped: the model's context of {context} tokens is full", "stderr")
     if json:
         result = {"source": str(trained.source), "prompt": prompt, "text": "".join(pieces), "tokens": new_ids}
         print_json(result, "generate")
@@ -181,5 +184,4 @@ def _document_start(stop: int | None) -> list[int]:
 def _write(text: str, *, silent: bool) -> None:
     """Write text as it is generated."""
     if not silent:
-        sys.stdout.write(text)
-        sys.stdout.flush()
+        print(text, end="", flush=True)

@@ -12,6 +12,7 @@ from ultrascale.cli.terminal.parse import parse_with_overrides
 from ultrascale.cli.terminal.screen import print_json
 from ultrascale.config.resolve import resolve
 from ultrascale.config.rules.trainable import expect_trainable
+from ultrascale.config.train_defaults import train_defaults
 from ultrascale.description.architecture.huggingface import from_hf
 from ultrascale.models.files.weight_files import weight_files
 
@@ -40,7 +41,7 @@ def command(arguments: list[str]) -> int:
     """Run the verb; returns its exit code."""
     parsed, overrides = parse_with_overrides(import_, "import", arguments)
     source, path, as_json = parsed
-    run = resolve(path, overrides, require_data=True).run
+    run = train_defaults(resolve(path, overrides, require_data=True))[0].run  # as `train` will have it
     expect_trainable(from_hf(source))
     weight_files(source)
     from ultrascale.train.start.trained import import_as_first_checkpoint

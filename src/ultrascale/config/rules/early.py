@@ -57,6 +57,12 @@ def expect_ready(run: Run) -> None:
         raise SpecError(problems)
 
 
+def data_missing_here(run: Run) -> list[str]:
+    """Paths of the run's data of which this machine has nothing; other machines may have it."""
+    paths = (source.path for source in (*run.data.sources, *run.data.validation))
+    return [path for path in paths if not (_STORE.match(path) or Path(path).is_dir() or _is_prefix(Path(path)))]
+
+
 def holds_prepared(folder: Path) -> bool:
     """True if `folder` has files of `ultrascale data prepare`, all or some; the contents are read later."""
     return any(any(folder.glob(name)) for name in ("manifest.json", "tokenizer.json", "*.bin", "*.idx"))
