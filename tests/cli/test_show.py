@@ -3,7 +3,7 @@ import json
 import pytest
 
 from ultrascale.catalogue.machines import ACCELERATORS, NODES
-from ultrascale.catalogue.models.model_presets import PRESETS
+from ultrascale.catalogue.models.model_presets import ALIASES, PRESETS
 from ultrascale.cli.show.show_command import command
 from ultrascale.description.problems import SpecError
 from ultrascale.schedules.build import build_schedule
@@ -58,6 +58,22 @@ def test_catalogues_list_everything(capsys, monkeypatch):
     command(["models", "--json"])
     found = json.loads(capsys.readouterr().out)
     assert (found["mixtral-8x7b"]["num_active_parameters"], found["mixtral-8x7b"]["trainable"]) == (12_879_925_248, True)
+
+
+def test_a_catalogue_is_filtered_by_a_word(capsys):
+    command(["models", "Mixtral", "--json"])
+    assert json.loads(capsys.readouterr().out).keys() == {name for name in PRESETS if "mixtral" in name}
+    alias, name = next(iter(ALIASES.items()))
+    command(["models", alias, "--json"])
+    assert name in json.loads(capsys.readouterr().out)
+    command(["clusters", "aws-p5", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert "aws-p5" in found["nodes"] and "h100-sxm" in found["accelerators"] and "a100-80" not in found["accelerators"]
+    command(["clusters", "cpu"])
+    assert "h100" not in capsys.readouterr().out.partition("Peaks are dense")[0]
+    for what, word, meant in (("models", "mixtrall-8x7b", "mixtral-8x7b"), ("clusters", "aws-p55", "aws-p5")):
+        with pytest.raises(SpecError, match=f"no name contains '{word}'(.|\n)*{meant}"):
+            command([what, word])
 
 
 def test_a_catalogue_takes_no_settings():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -14,7 +15,7 @@ import psutil
 import pytest
 
 from ultrascale.islands.presence import KNOCKS, Presence
-from ultrascale.islands.store import IslandStore, LostStoreError, open_store
+from ultrascale.islands.store import IslandStore, LostStoreError, main, open_store
 
 TIMEOUT = timedelta(seconds=30)
 
@@ -100,6 +101,22 @@ def test_a_folder_that_is_gone_is_named(tmp_path: Path) -> None:
         LostStoreError, match=rf"islands cannot agree any more, because the folder {tmp_path}/meeting \(islands.m"
     ):
         store.set("current/0", "0-aa")
+
+
+def test_a_server_that_cannot_listen_says_so_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    for words in (["no.such.host.invalid", "29400"], ["127.0.0.1", "70000"]):
+        monkeypatch.setattr(sys, "argv", ["store", *words])
+        with pytest.raises(SystemExit, match=f"^cannot listen at {':'.join(words)}: .*Name an address and a free port"):
+            main()
+
+
+def test_ctrl_c_ends_a_server_without_a_traceback() -> None:
+    words = [sys.executable, "-m", "ultrascale.islands.store", "127.0.0.1", "0"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        server.stdout.readline()
+        server.send_signal(signal.SIGINT)
+        assert (server.communicate(timeout=60)[1], server.returncode) == ("", 0)
 
 
 def test_a_server_listens_where_it_is_told_and_one_that_has_ended_is_named() -> None:

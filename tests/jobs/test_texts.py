@@ -541,6 +541,11 @@ STATES = {
 }
 
 
+def test_the_state_of_no_run_is_a_sentence(capsys):
+    assert state.main([]) == 2
+    assert capsys.readouterr().err == "give the folder of one run: python -m ultrascale.jobs.state FOLDER\n"
+
+
 @pytest.mark.parametrize("case", STATES)
 def test_the_state_of_a_run_is_that_of_its_last_start(case, there):
     kinds, expected = STATES[case]

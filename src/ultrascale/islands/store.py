@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import os
 import socket
+import sys
 import threading
 import uuid
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Protocol
 
+from ultrascale.console import error_text
 from ultrascale.contact import meaning_of
 from ultrascale.parallel.lost import LostRankError
 from ultrascale.torch_private import FileStore, PrefixStore, Store, TCPStore
@@ -189,9 +191,15 @@ def main() -> None:
     parser.add_argument("host")
     parser.add_argument("port", type=int)
     args = parser.parse_args()
-    server = serve(args.host, args.port)
+    try:
+        server = serve(args.host, args.port)
+    except (OSError, OverflowError) as error:  # OverflowError: a port above 65535
+        sys.exit(
+            f"cannot listen at {args.host}:{args.port}: {error_text(error)}. Name an address and a free port of this machine."
+        )
     print(f"islands meet at tcp://{args.host}:{server.port}", flush=True)
-    threading.Event().wait()
+    with suppress(KeyboardInterrupt):
+        threading.Event().wait()
 
 
 if __name__ == "__main__":

@@ -42,7 +42,10 @@ def _has_all(start: Event, folder: Path) -> bool:
 
 
 def main(arguments: list[str]) -> int:
-    """Print the state of the run in the given folder, and return its exit code."""
+    """Print the state of the run in the given folder, and return its exit code; 2 without one folder."""
+    if len(arguments) != 1:
+        print("give the folder of one run: python -m ultrascale.jobs.state FOLDER", file=sys.stderr)
+        return 2
     state = state_of(Path(arguments[0]))
     print(state)
     return EXIT_CODES[state]

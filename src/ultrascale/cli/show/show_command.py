@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from dataclasses import asdict
 from difflib import get_close_matches
 from pathlib import Path
@@ -41,6 +42,8 @@ def show(
     The catalogues:
 
         ultrascale show models
+
+        ultrascale show models qwen3
 
         ultrascale show clusters --resolved
 
@@ -93,10 +96,14 @@ def command(arguments: list[str]) -> int:
     parsed, overrides = parse_with_overrides(show, "show", arguments)
     what, every, as_json = parsed
     if what in ("models", "clusters"):
-        if overrides:
-            rule = f"takes no settings, but {' '.join(overrides)} is given"
+        if len(overrides) > 1 or any(word.startswith("-") for word in overrides):
+            rule = f"takes no settings and at most one name, but {' '.join(overrides)} is given"
             raise mistake(f"show {what}", rule, "Leave it out.")
-        models_catalogue(as_json=as_json) if what == "models" else clusters_catalogue(as_json=as_json, sources=every)
+        name = overrides[0].lower() if overrides else ""
+        if what == "models":
+            models_catalogue(name, as_json=as_json)
+        else:
+            clusters_catalogue(name, as_json=as_json, sources=every)
     else:
         _expect_known(what)
         resolved, _ = train_defaults(resolve(what, overrides))
@@ -164,19 +171,30 @@ def run_rows(resolved: Resolved, *, every: bool) -> list[tuple[str, str, str]]:
     return rows
 
 
-def models_catalogue(*, as_json: bool) -> None:
-    """Print every preset: its shape and its number of parameters."""
+def _expect_any(found: Collection[str], word: str, known: Iterable[str], what: str) -> None:
+    """Raises SpecError if no name of a catalogue was found with `word`."""
+    if not found:
+        closest = get_close_matches(word, known, n=1)
+        remedy = f"Did you mean {closest[0]}?" if closest else f"`ultrascale show {what}` has all."
+        raise mistake(f"show {what}", f"no name contains {word!r}", remedy)
+
+
+def models_catalogue(word: str = "", *, as_json: bool) -> None:
+    """Print every preset whose name, or other name, contains `word`: its shape and its number of parameters."""
     from ultrascale.catalogue.models.model_presets import ALIASES, PRESETS
     from ultrascale.config.rules.trainable import untrainable_model
     from ultrascale.description.architecture.weights import num_active_parameters, num_parameters
 
+    aliases = {alias: name for alias, name in ALIASES.items() if word in alias or word in name}
+    presets = {name: model for name, model in PRESETS.items() if word in name or name in aliases.values()}
+    _expect_any(presets, word, (*PRESETS, *ALIASES), "models")
     if as_json:
-        print_json({name: stamped("model", asdict(m) | _counts(m)) for name, m in PRESETS.items()}, indent=2)
+        print_json({name: stamped("model", asdict(m) | _counts(m)) for name, m in presets.items()}, indent=2)
         return
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
     for column in ("model", "size", "active", "layers", "hidden", "ffn", "heads/kv", "experts", "positions"):
         table.add_column(column, no_wrap=True, justify="left" if column == "model" else "right")
-    for name, m in PRESETS.items():
+    for name, m in presets.items():
         heads = "mla" if m.latent_attention else str(m.num_key_value_heads)
         experts = f"{m.num_experts_per_tok}/{m.num_experts}" if m.num_experts else ""
         width = m.moe_intermediate_size or m.intermediate_size
@@ -187,9 +205,10 @@ def models_catalogue(*, as_json: bool) -> None:
         )  # fmt: skip
     console = console_for_people()
     console.print(table)
-    planned = "*: can be planned, not yet trained. " if any(map(untrainable_model, PRESETS.values())) else ""
+    planned = "*: can be planned, not yet trained. " if any(map(untrainable_model, presets.values())) else ""
     console.print(f"\n{planned}active: parameters per token; ffn: of one expert. --json has more.")
-    console.print(f"other names: {', '.join(f'{alias} is {name}' for alias, name in ALIASES.items())}")
+    if aliases:
+        console.print(f"other names: {', '.join(f'{alias} is {name}' for alias, name in aliases.items())}")
 
 
 def _counts(model: Any) -> dict[str, int | bool]:
@@ -202,24 +221,35 @@ def _counts(model: Any) -> dict[str, int | bool]:
     }  # fmt: skip
 
 
-def clusters_catalogue(*, as_json: bool, sources: bool) -> None:
-    """Print every accelerator and node; with `sources`, the source of each number."""
+def clusters_catalogue(word: str = "", *, as_json: bool, sources: bool) -> None:
+    """Print every accelerator and node whose name contains `word`, and the nodes of those accelerators; with `sources`, the
+    source of each number."""
     from ultrascale.catalogue.machines import ACCELERATORS, NODES, USUAL_NODE, this_machine
 
     cpu = this_machine(1)
+    nodes = {name: item for name, item in NODES.items() if word in name or word in item.accelerator.name}
+    used = {item.accelerator.name for item in nodes.values()}
+    accelerators = {name: item for name, item in ACCELERATORS.items() if word in name or name in used}
+    if word in "cpu":
+        accelerators["cpu"] = cpu.accelerator
+    _expect_any((*accelerators, *nodes), word, (*ACCELERATORS, *NODES, "cpu"), "clusters")
     if as_json:
-        accelerators = {name: asdict(item) for name, item in (ACCELERATORS | {"cpu": cpu.accelerator}).items()}
-        nodes = {name: asdict(item) | {"accelerator": item.accelerator.name} for name, item in (NODES | {"cpu": cpu}).items()}
-        catalogue = {"accelerators": accelerators, "nodes": nodes, "usual_node": USUAL_NODE}
+        all_nodes = nodes | ({"cpu": cpu} if "cpu" in accelerators else {})
+        catalogue = {
+            "accelerators": {name: asdict(item) for name, item in accelerators.items()},
+            "nodes": {name: asdict(item) | {"accelerator": item.accelerator.name} for name, item in all_nodes.items()},
+            "usual_node": {name: node for name, node in USUAL_NODE.items() if node in all_nodes},
+        }
         print_json(catalogue, "clusters", indent=2)
         return
     console = console_for_people()
-    console.print(_accelerators_table([*ACCELERATORS.values(), cpu.accelerator]))
-    console.print()
-    console.print(_nodes_table(NODES))
+    console.print(_accelerators_table([*accelerators.values()]))
+    if nodes:
+        console.print()
+        console.print(_nodes_table(nodes))
     if sources:
         console.print()
-        console.print(_sources_table([*ACCELERATORS.values(), cpu.accelerator], NODES))
+        console.print(_sources_table([*accelerators.values()], nodes))
     console.print(
         "\nPeaks are dense (V100: fp16 only); `reached` is the fraction that large GEMMs achieve. Bandwidths are of one "
         "direction. Watts and rent are per accelerator; --resolved prints the source of each number.\n"
