@@ -150,7 +150,8 @@ def _weights_notes(resolved: Resolved, words: list[str]) -> list[str]:
     read = "config.json of "
     named = (origin.removeprefix(read) for origin in resolved.provenance.values() if origin.startswith(read))
     folder = next((place if place.is_dir() else place.parent for place in map(Path, named)), None)
-    has_begun = any(RunFolder.of(resolved.run).checkpoints.glob("step-*")) or resolved.run.checkpoint.store is not None
+    run = resolved.run
+    has_begun = any(Path(run.folder, run.name, "checkpoints").glob("step-*")) or run.checkpoint.store is not None
     if folder is None or has_begun or not any(folder.glob("*.safetensors")):
         return []
     command = join(["ultrascale", "import", str(folder), *words])
