@@ -118,7 +118,7 @@ def test_a_pipe_is_refused_since_it_has_no_name_that_tells_the_format(tmp_path, 
     with open(tmp_path / "a.jsonl", "w") as file:
         for name in (f"/dev/fd/{reading}", f"/dev/fd/{file.fileno()}", os.devnull):
             assert command(["prepare", name, *words]) == 2
-            assert f"{name}\n" in (told := capsys.readouterr().err) and "is no regular file" in told
+            assert f"{name}\n" in (told := capsys.readouterr().err) and "is a device or a stream" in told
     os.close(reading)
     assert not (tmp_path / "out").exists()
 

@@ -192,7 +192,7 @@ def matches(name: str, patterns: tuple[str, ...]) -> bool:
 def _describe(path: Path, name: str) -> tuple[InputFile, tuple[int, int]]:
     try:
         if not stat.S_ISREG(os.stat(path).st_mode) or os.path.dirname(path) in DESCRIPTORS or str(path) == "/dev/stdin":
-            rule = "is no regular file, and its name would tell the format"
+            rule = "is a device or a stream, and a name tells the format of a file"
             raise DataCommandError(str(path), rule, "Write it to a file first, such as text.jsonl.")
         with open(path, "rb") as file:
             facts = os.fstat(file.fileno())
