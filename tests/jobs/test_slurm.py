@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from jobs.slurm_here import PATH, NoSlurm, Slurm, slurm, start_node, wait_until
-from train.small_runs import curve, make_corpus, same, small_run, state, train_ranks
+from train.small_runs import curve, make_corpus, same, small_run, state, train_ranks, whole_rows
 
 from ultrascale.cli.main import main
 from ultrascale.config.resolve import to_toml
@@ -72,14 +72,11 @@ def handed_in(file: str) -> str:
 
 
 def events(run: Run, kind: str) -> int:
-    path = Path(run.folder) / run.name / "events.jsonl"
-    rows = path.read_text().splitlines() if path.exists() else []
-    return sum(json.loads(row)["event"] == kind for row in rows)
+    return sum(row["event"] == kind for row in whole_rows(run, "events.jsonl"))
 
 
 def rows(run: Run) -> int:
-    path = Path(run.folder) / run.name / "metrics.jsonl"
-    return len(path.read_text().splitlines()) if path.exists() else 0
+    return len(whole_rows(run, "metrics.jsonl"))
 
 
 def log(job: str) -> str:
