@@ -38,14 +38,14 @@ MOST_SECONDS = 300.0
 
 
 @contextmanager
-def torchrun(run: Run) -> Iterator[subprocess.Popen[bytes]]:
-    """`run` on two ranks under torchrun, its words in `said.log`; whatever is left of it at the end is killed."""
+def torchrun(run: Run, program: tuple[str, ...] = ("-m", "ultrascale")) -> Iterator[subprocess.Popen[bytes]]:
+    """`run` on two ranks of `program` under torchrun, its words in `said.log`; whatever is left of it at the end is killed."""
     file = Path(run.folder) / f"{run.name}.toml"
     file.write_text(to_toml(run))
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "3"]
     with open(Path(run.folder) / "said.log", "w") as said:
         process = subprocess.Popen(
-            [sys.executable, *words, "-m", "ultrascale", "train", str(file)],
+            [sys.executable, *words, *program, "train", str(file)],
             env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}, stdout=said, stderr=subprocess.STDOUT,
         )  # fmt: skip
     with ended_after(process):
@@ -98,7 +98,7 @@ def test_torchrun_starts_a_killed_rank_again_and_the_next_attempt_tells_what_end
 def test_ranks_and_watchdog_stop_in_order_when_torchruns_agent_is_killed_and_the_next_start_goes_on(tmp_path):
     make_corpus(tmp_path / "tokens")
     run = small_run(tmp_path, name="orphaned", steps=100_000, layout=Layout(dp=2, micro_batch_size=2))
-    with torchrun(run) as process:
+    with torchrun(run, (str(Path(__file__).with_name("patient_rank.py")),)) as process:
         wait_until(lambda: len(whole_rows(run, "metrics.jsonl")) >= 2, process)
         family = psutil.Process(process.pid).children(recursive=True)
         process.kill()
