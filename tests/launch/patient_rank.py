@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 
-from ultrascale.cli.main import main
+from ultrascale.__main__ import main
 from ultrascale.launch import orphans
 
 if __name__ == "__main__":
     orphans.GRACE_SECONDS = 200.0  # what it is for users: test_ends
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())
