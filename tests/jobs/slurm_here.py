@@ -42,7 +42,7 @@ SchedulerParameters=sched_interval=2,bf_interval=2,batch_sched_delay=1
 MpiDefault=none
 SwitchType=switch/none
 ReturnToService=2
-SlurmdTimeout=10
+SlurmdTimeout=30
 KillWait=60
 JobRequeue=1
 NodeName={nodes} NodeHostname={host} NodeAddr=127.0.0.1 Port=[{ports[1]}-{ports[3]}] CPUs=1 RealMemory=500

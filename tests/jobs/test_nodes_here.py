@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from jobs.slurm_here import wait_until
 from s3_server import BUCKET, reached_at, s3_server
-from train.small_runs import curve, make_corpus, same, small_run, state, train_ranks
+from train.small_runs import curve, make_corpus, same, small_run, state, train_ranks, whole_rows
 
 from ultrascale.cli.main import main
 from ultrascale.config.resolve import resolve, to_toml
@@ -51,8 +51,7 @@ def two(tmp_path, monkeypatch) -> Run:
 
 
 def rows(run: Run) -> int:
-    path = Path(run.folder) / run.name / "metrics.jsonl"
-    return len(path.read_text().splitlines()) if path.exists() else 0
+    return len(whole_rows(run, "metrics.jsonl"))
 
 
 def expect_calm_bits(run: Run) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -74,3 +75,10 @@ def wait_until(holds: Callable[[], bool], process: subprocess.Popen[str], *, sec
 
 def ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
     return [psutil.Process(pid) for pid in worker_pids(process.pid)]
+
+
+def says_what_rank_0_met(cause: str) -> bool:
+    """True if the cause of a failure of rank 1 says what rank 0 met: in a collective, in a save, or, if it was ended before it
+    could say so, where its last sign of life had it wait."""
+    met = r"waited for rank 1 in|lost contact with rank 1 while saving or loading|waited in"
+    return re.search(f"; rank 0 ({met}) ", cause) is not None

@@ -228,9 +228,15 @@ time.sleep(1000)
 
 
 def fork_one(told: Any) -> None:
-    process = FORK.Process(target=lambda: [os.environ.update(RANK="0"), end_with_starter(), signal.pause()])
-    process.start()
-    told.send(process.pid)
+    """Which says its number once it watches: its starter may be killed from then on."""
+
+    def rank() -> None:
+        os.environ["RANK"] = "0"
+        end_with_starter()
+        told.send(os.getpid())
+        signal.pause()
+
+    FORK.Process(target=rank).start()
 
 
 def start_below_a_shell(told: Any) -> None:
@@ -282,16 +288,15 @@ def test_a_rank_ends_without_a_stop_in_order_where_torchrun_has_agents_elsewhere
         (tmp_path / "stopped").touch()
         os._exit(0)
 
-    def rank() -> None:
+    def rank(told: Any) -> None:
         os.environ.update(RANK="0", TORCHELASTIC_RUN_ID="1", GROUP_WORLD_SIZE=nodes)
         signal.signal(signal.SIGTERM, stop)
         end_with_starter()
+        told.send(os.getpid())
         signal.pause()
 
     def start(told: Any) -> None:
-        process = FORK.Process(target=rank)
-        process.start()
-        told.send(process.pid)
+        FORK.Process(target=rank, args=(told,)).start()
 
     assert not outlives(start, 200.0)
     assert (tmp_path / "stopped").exists() == in_order

@@ -53,14 +53,17 @@ def family(pid: int) -> set[int]:
         return set()
 
 
-def watch(words: list[str]) -> tuple[int, str, set[str]]:
-    """Run a command with canaries in its environment; its exit code, what it said, and where it listened."""
+def watch(words: list[str], *, seen_file: Path | None = None) -> tuple[int, str, set[str]]:
+    """Run a command with canaries in its environment; its exit code, what it said, and where it listened. `seen_file` is made
+    once it was seen to listen."""
     environment = {**os.environ, **CANARIES}
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
     seen: set[str] = set()
     while process.poll() is None:
         with suppress(OSError):
             seen |= listening(family(process.pid))
+            if seen and seen_file is not None:
+                seen_file.touch()
         time.sleep(0.05)
     return process.returncode, process.communicate()[0], seen
 
@@ -114,8 +117,9 @@ def test_a_run_that_fails_writes_no_secret_either(description, tmp_path):
 def test_control_a_server_on_every_address_and_a_written_environment_are_seen(tmp_path):
     script = (
         "import json, os, socket, sys, time; s = socket.create_server(('', 0)); "
-        "open(sys.argv[1] + '/env.json', 'w').write(json.dumps(dict(os.environ))); time.sleep(1)"
+        "open(sys.argv[1] + '/env.json', 'w').write(json.dumps(dict(os.environ)))\n"
+        "while not os.path.exists(sys.argv[1] + '/seen'): time.sleep(0.05)"
     )
-    _, said, seen = watch([sys.executable, "-c", script, str(tmp_path)])
+    _, said, seen = watch([sys.executable, "-c", script, str(tmp_path)], seen_file=tmp_path / "seen")
     assert not {address.partition(":")[0] for address in seen} <= LOOPBACK
     assert len(leaks(tmp_path, said)) == len(CANARIES)

@@ -95,9 +95,13 @@ def test_a_killed_rank_is_told(from_here):
         ("returns", "rank 1: (.|\n)*has ended"),
     ],
 )
-def test_of_a_rank_that_was_lost_and_one_that_lost_it_the_first_says_why(ending, told):
+def test_of_a_rank_that_was_lost_and_one_that_lost_it_the_first_says_why(monkeypatch, ending, told):
+    """The time for a rank that is on its way out is not waited for once all have left."""
+    monkeypatch.setattr(forked, "OTHERS_SECONDS", 100.0)
+    began = time.monotonic()
     with pytest.raises(RankFailed, match=told):
         run_forked(2, lose_rank_0, ending)
+    assert time.monotonic() - began < forked.OTHERS_SECONDS
 
 
 def test_a_rank_does_not_collect_its_parents_garbage():

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from launch.namespaces import Node, joined
-from train.small_runs import curve, make_corpus, same, small_run, state, stop_at, train_ranks
+from train.small_runs import curve, make_corpus, same, small_run, state, stop_at, train_ranks, whole_rows
 
 from ultrascale.config.resolve import to_toml
 from ultrascale.description.layout import Layout
@@ -43,9 +43,7 @@ def start(node: Node, number: int, first: Node, file: Path) -> None:
 
 
 def events(run: Run, *kinds: str) -> list[dict]:
-    path = Path(run.folder) / run.name / "events.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return [row for row in rows if row["event"] in kinds]
+    return [row for row in whole_rows(run, "events.jsonl") if row["event"] in kinds]
 
 
 def wait_until(holds: Callable[[], bool], run: Run) -> None:
@@ -69,7 +67,7 @@ def stretches(run: Run) -> list[tuple[int, int]]:
 
 
 def steps_done(run: Run) -> int:
-    return len((Path(run.folder) / run.name / "metrics.jsonl").read_text().splitlines())
+    return len(whole_rows(run, "metrics.jsonl"))
 
 
 @pytest.mark.catalogue(3, 13)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
@@ -14,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from train.small_runs import curve, make_corpus, same, small_run, state, stop_at, train_ranks
+from train.small_runs import curve, make_corpus, same, small_run, state, stop_at, train_ranks, whole_rows
 
 from ultrascale.config.resolve import to_toml
 from ultrascale.description.layout import Layout
@@ -75,8 +74,7 @@ def wait_until(holds: Callable[[], bool], seconds: float = 300.0) -> None:
 
 
 def count(run: Run, kind: str) -> int:
-    path = Path(run.folder) / run.name / "events.jsonl"
-    return sum(json.loads(line)["event"] == kind for line in path.read_text().splitlines()) if path.exists() else 0
+    return sum(row["event"] == kind for row in whole_rows(run, "events.jsonl"))
 
 
 @pytest.fixture
@@ -132,7 +130,7 @@ def test_two_nodes_go_on_by_themselves_after_every_kill_on_either_to_the_same_bi
     """20 kills of the rank of one node or the other; ULTRASCALE_NODE_KILLS says another number."""
     chance, kills = random.Random(0), int(os.environ.get("ULTRASCALE_NODE_KILLS", "20"))
     for number in range(kills):
-        wait_until(lambda: len(curve(two)) >= 7 * (number + 1))  # noqa: B023 (called before the next)
+        wait_until(lambda: len(whole_rows(two, "metrics.jsonl")) >= 7 * (number + 1))  # noqa: B023 (called before the next)
         time.sleep(chance.uniform(0.0, 1.0))
         os.kill(rank_on(chance.choice(nodes)), signal.SIGKILL)
         wait_until(lambda: count(two, "stepped") == number + 2)  # noqa: B023 (called before the next)

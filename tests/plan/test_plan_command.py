@@ -313,10 +313,30 @@ def test_a_memory_table_loses_no_words_at_80_columns(monkeypatch, capsys) -> Non
     assert "\u2026" not in capsys.readouterr().out
 
 
+def test_a_rounded_batch_costs_no_speed(capsys) -> None:
+    """4M tokens are 488 sequences, and 61 micro-batches interleave nothing."""
+    question = ["plan", "--model", "llama-3-70b", "--gpus", "256xh100", "--seq-len", "8192", "--stack", "megatron", "--json"]
+    plans = {}
+    for tokens in ("4M", "4Mi"):
+        assert main([*question, "--tokens-per-batch", tokens]) == 0
+        plans[tokens] = json.loads(capsys.readouterr().out)
+    speed = {tokens: plan["time"]["tokens_per_second"] for tokens, plan in plans.items()}
+    assert speed["4M"] >= 0.98 * speed["4Mi"] and plans["4M"]["sequences_per_batch"] == 480
+
+
+def test_other_trainers_are_planned_without_document_masks_as_their_printed_settings_train(capsys) -> None:
+    question = ["plan", "--model", "llama-3.1-8b", "--gpus", "64xh100", "--seq-len", "32768", "--stack", "torchtitan", "--json"]
+    seconds = []
+    for words in ([], ["--data.document-mask", "false"], ["--data.document-mask", "true"]):
+        assert main([*question, *words]) == 0
+        seconds.append(json.loads(capsys.readouterr().out)["time"]["seconds_per_step"])
+    assert seconds[0] == seconds[1] < 0.9 * seconds[2]
+
+
 def test_a_plan_is_printed_as_the_flags_of_its_trainer(capsys) -> None:
     assert main([*ISSUE, "--stack", "megatron", "--print-flags"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("#!/usr/bin/env bash\n# For Megatron-LM") and "  --global-batch-size 496\n" in out
+    assert out.startswith("#!/usr/bin/env bash\n# For Megatron-LM") and "  --global-batch-size 480\n" in out
     assert subprocess.run(["bash", "-n"], input=out, text=True).returncode == 0
     assert main([*ISSUE, "--stack", "megatorn"]) == 2
     assert "megatron" in capsys.readouterr().err

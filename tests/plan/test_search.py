@@ -34,8 +34,10 @@ def small(gpus: str = "8xh100", *, batch: int = 16, stack: str = "megatron", len
     return Workload(SMALL, parse_cluster(gpus), length, batch, STACKS[stack])
 
 
-def real(model: str, gpus: str, *, batch: int, length: int = 8192, stack: str = "ultrascale") -> Workload:
-    return Workload(preset(model), parse_cluster(gpus), length, batch, STACKS[stack])
+def real(
+    model: str, gpus: str, *, batch: int, length: int = 8192, stack: str = "ultrascale", documents: bool = True
+) -> Workload:
+    return Workload(preset(model), parse_cluster(gpus), length, batch, STACKS[stack], documents=documents)
 
 
 def brute_force(workload: Workload) -> Iterator[Layout]:
@@ -289,7 +291,7 @@ def test_tensor_parallelism_leaves_the_node_where_nothing_else_fits() -> None:
     ("asked", "said", "remedy"),
     [
         ({"tp": (3,)}, "tp = 3 does not divide 64 GPUs", "2 or 4"),
-        ({"pp": (64,)}, "more stages than the 32 layers", "32 or less"),
+        ({"pp": (64,)}, "more stages than the 32 layers", "34 or less"),
         ({"dp": (64,)}, "dp = 64 does not divide the batch of 96 sequences", "64 or 128"),
         ({"tp": (64,)}, "must divide model.num_attention_heads = 32", "Choose one of"),
     ],
@@ -360,3 +362,18 @@ def test_a_layout_needs_more_than_it_holds_and_less_than_the_allocator_keeps() -
     assert memory.allocated + memory.outside < memory.needed < memory.reserved + memory.outside
     assert memory.fits == (memory.headroom >= 0) == (memory.needed <= memory.capacity * 0.9)
     assert memory.flushes == (memory.reserved + memory.outside > memory.capacity)
+
+
+def test_a_pipeline_may_have_a_stage_for_the_embedding_and_one_for_the_head_as_llama_3_405b_has() -> None:
+    workload = real("llama-3.1-405b", "1024xh100", batch=256, stack="megatron", documents=False)
+    asked = {"tp": (8,), "pp": (16,), "cp": (1,), "schedule": ("interleaved",), "virtual_stages": (8,)}
+    found = search(workload, constraints=asked)  # 128 stages of 126 layers
+    assert found.best is not None and found.best.layout.num_stages == 128
+    assert not parallelism_problems(workload.model, found.best.layout, sequence_length=8192)
+
+
+def test_a_search_keeps_layouts_that_certainly_fit_where_faster_ones_of_their_schedule_do_not() -> None:
+    workload = real("llama-3-70b", "64xh100", batch=128, stack="nemo", documents=False)
+    free, narrow = search(workload), search(workload, constraints={"pp": (4,), "schedule": ("interleaved",)})
+    assert free.best is not None and narrow.best is not None
+    assert expected_seconds(free.best) <= expected_seconds(narrow.best)

@@ -114,6 +114,13 @@ def stop_at(step: int, *, rank: int | None = None, number: signal.Signals = sign
     return at_step(step, lambda trainer: os.kill(os.getpid(), number), rank=rank)
 
 
+def whole_rows(run: Run, file: str) -> list[dict[str, Any]]:
+    """Rows of a file that a run may be writing: what follows the last end of a line is not there yet, nor may the file be."""
+    path = Path(run.folder) / run.name / file
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
 def rows(run: Run, *keys: str) -> list[tuple[Any, ...]]:
     """These values of every row of the run's metrics, in the order of the file."""
     lines = (Path(run.folder) / run.name / "metrics.jsonl").read_text().splitlines()

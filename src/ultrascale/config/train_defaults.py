@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ultrascale.config.resolve import Resolved, run_from_toml
+from ultrascale.config.rules.early import STORE_URL
 from ultrascale.description.problems import SpecError
 from ultrascale.description.run import Run, Source
 from ultrascale.description.units import count_of
@@ -24,6 +25,8 @@ WARMUP_SHARE = 20
 MOST_WARMUP = 2000
 EVALUATIONS = 10
 """Number of evaluations in a run."""
+
+IN_STORE = "text held out beside a source in a store is not looked for (data.validation and evaluation.every_steps name it)"
 
 
 def train_defaults(resolved: Resolved, island_folder: Path | None = None) -> tuple[Resolved, list[str]]:
@@ -54,6 +57,8 @@ def train_defaults(resolved: Resolved, island_folder: Path | None = None) -> tup
         }
         paths = ", ".join(source.path for source in sources)
         lines.append(f'validation: {paths}, every {count_of(every, "step")} (evaluation.every_steps = "none" for never)')
+    elif before is None and "data.validation" in is_open and any(STORE_URL.match(one.path) for one in run.data.sources):
+        lines.append(f"validation: none; {IN_STORE}")
     return replace(resolved, run=run, provenance=resolved.provenance | origins), lines
 
 

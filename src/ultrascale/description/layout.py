@@ -43,6 +43,9 @@ _COUNTS = (
 )  # fmt: skip
 RANGES = dict.fromkeys(_COUNTS, (1, 1_000_000))
 """Lowest and highest value of whole numbers. The upper bounds are far above any run: they catch typing errors."""
+EMBEDDING_AND_HEAD = 2
+"""Stages that a pipeline may have more than the model has layers: one with the embedding alone, one with the head alone, as of
+Llama 3 405B (section 3.3.2)."""
 MOST_NAMED = 4096
 """Largest ep that an error message suggests: the number of ranks that it must divide is a product, and may be astronomical."""
 LONGEST_HISTORY = 4096

@@ -2,7 +2,8 @@
 
 A member is one start of one island, such as `2-5f01c3`: an island that was restarted or readmitted is another member, and
 agreements of the earlier one do not bind it. Each of its ranks increments a counter in the store. A rank that sees a counter
-unchanged for `islands.silent_seconds`, on its own clock, treats the member as gone. That member may be alive and only have been
+unchanged for `islands.silent_seconds`, on its own clock, treats the member as gone. That clock counts little of a time in which
+this process did not run: a machine that was paused has paused its other islands too. The member may be alive and only have been
 silent: it discovers that it was left out, and is readmitted as another member.
 """
 
@@ -18,6 +19,8 @@ from ultrascale.islands.store import IslandStore, LostStoreError
 KNOCKS, TAKES_PART, HAS_LEFT = "knocks", "takes part", "has left"
 BEATS = 10
 """Signs of life per `islands.silent_seconds`."""
+MOST_COUNTED = 2
+"""Most intervals between signs of life that one gap between two readings of the clock counts as."""
 
 
 class Presence:
@@ -30,8 +33,9 @@ class Presence:
         self.member = ""
         self._over = threading.Event()
         self._seen: dict[str, tuple[str | None, float]] = {}
-        """The last sign of each observed rank, and when it was first seen."""
+        """The last sign of each observed rank, and when it was first seen, in seconds that this process was running."""
         self._looked: dict[str, tuple[float, str]] = {}
+        self._clock, self._read_at, self._reading = 0.0, time.monotonic(), threading.Lock()
 
     def begin(self, member: str) -> None:
         """Be present as `member` from now on."""
@@ -63,7 +67,7 @@ class Presence:
         now = time.monotonic()
         looked_at, end = self._looked.get(member, (-1.0, ""))
         if looked_at < 0 or now - looked_at > self.silent_seconds / (2 * BEATS):
-            end = self._look(member, now)
+            end = self._look(member, self._seconds_running())
             self._looked[member] = now, end
         return end
 
@@ -80,10 +84,19 @@ class Presence:
             return ""
         return "has left" if self.state(member) == HAS_LEFT else f"was silent for {self.silent_seconds:g} s"
 
+    def _seconds_running(self) -> float:
+        """Seconds so far in which this process was running. Also read at each sign of life: time without looks counts too."""
+        with self._reading:
+            now = time.monotonic()
+            self._clock += min(now - self._read_at, MOST_COUNTED * self.silent_seconds / BEATS)
+            self._read_at = now
+            return self._clock
+
     def _live(self, member: str, over: threading.Event) -> None:
         count = 0
         while not over.is_set():
             count += 1
+            self._seconds_running()
             with suppress(LostStoreError):  # callers that need the store report it
                 self.store.set(_sign(member, self.rank), str(count))
             over.wait(self.silent_seconds / BEATS)

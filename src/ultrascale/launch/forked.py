@@ -183,7 +183,7 @@ def _first_cause(folder: Path, failed: int, processes: list[Any]) -> str:
     """Cause of the failure of rank `failed`; if it lost another rank, which may still be exiting, the cause of that one."""
     if (folder / f"{failed}.lost").exists():
         deadline, running = time.monotonic() + OTHERS_SECONDS, {child.sentinel: rank for rank, child in enumerate(processes)}
-        while ended := wait(list(running), timeout=max(0.0, deadline - time.monotonic())):
+        while running and (ended := wait(list(running), timeout=max(0.0, deadline - time.monotonic()))):
             ranks = [running.pop(sentinel) for sentinel in ended]  # pyright: ignore[reportArgumentType, reportCallIssue]
             first = [rank for rank in ranks if not any((folder / f"{rank}.{ending}").exists() for ending in ("json", "lost"))]
             if first:

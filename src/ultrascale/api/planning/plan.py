@@ -24,7 +24,15 @@ from ultrascale.api.planning.plan_conflicts import (
 )
 from ultrascale.api.planning.plan_request import PlanOptions, PlanRequest
 from ultrascale.api.planning.plan_result import Comparison, Plan, Search
-from ultrascale.api.planning.run_of import cluster_of, conditions, has_flag, names_of_flags, overrides, run_defaults
+from ultrascale.api.planning.run_of import (
+    cluster_of,
+    conditions,
+    has_flag,
+    mask_default,
+    names_of_flags,
+    overrides,
+    run_defaults,
+)
 from ultrascale.catalogue.cluster import Cluster, parse_cluster
 from ultrascale.catalogue.stacks.stack import Stack, with_optimizer
 from ultrascale.catalogue.stacks.stack_files import changed_stack
@@ -145,7 +153,8 @@ def _plan_of_file(request: PlanRequest, stack: Stack) -> Plan:
     options, settings = request.options, request.settings
     gives_dp = options.dp is not None or "layout.dp" in names_of_flags(settings)
     count = None if options.gpus is None or gives_dp else parse_cluster(options.gpus).num_accelerators
-    run = resolve(options.file, [*overrides(options, {}), *settings], processes=count, processes_flag="--gpus").run
+    words, defaults = [*overrides(options, {}), *settings], mask_default(options)
+    run = resolve(options.file, words, defaults=defaults, processes=count, processes_flag="--gpus").run
     cluster = cluster_of(run)
     refuse_imbalance(options, run.model)
     if cluster.accelerator.measured_at_run_time:

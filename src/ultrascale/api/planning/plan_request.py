@@ -60,7 +60,8 @@ class PlanOptions:
     precision: str | None = None
     """Dtype of the passes: fp64, fp32, bf16, fp16, fp8, mxfp8, nvfp4. Default: bf16; fp16 without bf16, fp32 on a CPU."""
     stack: str = "ultrascale"
-    """Framework to plan for (`ultrascale show stacks`): torchtitan, megatron, ... Change its features by --stack.KEY VALUE."""
+    """Framework to plan for (`ultrascale show stacks`): torchtitan, megatron, ... Change its features by --stack.KEY VALUE.
+    Others than ours are planned without intra-document masking, as they train by default."""
     optimizer: str | None = None
     """Optimizer: adamw, adamw-bf16, adamw-8bit, muon. Default: adamw."""
     expert_imbalance: float = 1.0

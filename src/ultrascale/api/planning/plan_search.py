@@ -131,10 +131,15 @@ def searched(
         result = searching(workload, shown=num_shown)
     else:
         result = searching(workload, shown=1)
-        if (nearer := _nearer_batch(requested_tokens, run, result.best)) is not None:
-            run = replace(run, batch=replace(run.batch, sequences_per_batch=nearer))
+        before = result.best
+        if before is not None and (nearer := _nearer_batch(requested_tokens, run, before)) is not None:
             del result  # its columns, before those of the second search
             result = searching(workload.with_batch(nearer), shown=num_shown)
+            if result.best is not None and result.best.tokens_per_second >= (1 - TIE) * before.tokens_per_second:
+                run = replace(run, batch=replace(run.batch, sequences_per_batch=nearer))
+            else:  # the nearer batch is not worth its price, such as an odd number of micro-batches
+                del result
+                result = searching(workload, shown=num_shown)
         else:
             result = result.replayed(num_shown)
     best = result.best or result.smallest
@@ -150,19 +155,18 @@ def _is_far(requested_tokens: str, run: Run) -> bool:
     return abs(run.batch.sequences_per_batch * run.batch.sequence_length - wanted) > MIN_BATCH_GAIN * wanted
 
 
-def _nearer_batch(requested_tokens: str, run: Run, best: Prediction | None) -> int | None:
-    """Number of sequences of the batch that is nearest to the request among those that the best layout's own ranks can share;
-    None if it is hardly nearer than the batch that was searched, which more ranks can share."""
-    if best is None:
-        return None
-    length, now = run.batch.sequence_length, run.batch.sequences_per_batch
-    try:
-        nearest = sequences_for_tokens(requested_tokens, length, multiple=best.layout.dp * best.layout.micro_batch_size)
-    except UnitError:
-        return None
-    wanted = parse_tokens(requested_tokens)
-    gained = abs(now * length - wanted) - abs(nearest * length - wanted)
-    return nearest if gained > MIN_BATCH_GAIN * wanted else None
+def _nearer_batch(requested_tokens: str, run: Run, best: Prediction) -> int | None:
+    """Number of sequences of the batch that is nearest to the request among those that the best layout's own ranks can share,
+    with a multiple of pp micro-batches (interleaved stages need it); None if it is hardly nearer than the batch that was
+    searched, which more ranks can share."""
+    length, now, layout = run.batch.sequence_length, run.batch.sequences_per_batch, best.layout
+    wanted, shared = parse_tokens(requested_tokens), layout.dp * layout.micro_batch_size
+    for multiple in (shared * layout.pp, shared):
+        with suppress(UnitError):
+            nearest = sequences_for_tokens(requested_tokens, length, multiple=multiple)
+            gained = abs(now * length - wanted) - abs(nearest * length - wanted)
+            return nearest if gained > MIN_BATCH_GAIN * wanted else None
+    return None
 
 
 def explained(searched: SearchOutcome, report: Callable[[str], None] = lambda phase: None) -> SearchOutcome:

@@ -29,7 +29,13 @@ def run_defaults(options: PlanOptions, *, dp: int) -> dict[str, Any]:
         "batch.sequences_per_batch": dp * (options.micro_batch_size or 1),
         "layout.dp": dp,
         "layout.precision": "fp32" if "cpu" in options.gpus else "bf16",
-    }
+    } | mask_default(options)
+
+
+def mask_default(options: PlanOptions) -> dict[str, Any]:
+    """Intra-document masking is our trainer's default. Other trainers' own is one stream of tokens, which their printed
+    settings train too."""
+    return {} if options.stack == "ultrascale" else {"data.document_mask": False}
 
 
 def model_settings(model: str) -> dict[str, Any]:

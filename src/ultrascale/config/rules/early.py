@@ -16,7 +16,7 @@ MOST_PROCESSES = 124
 descriptors at once."""
 UNPREPARED = "is not a folder of prepared text"
 MAKE_ONE = "Make one: ultrascale data prepare TEXT --output FOLDER."
-_STORE = re.compile(r"[a-z][a-z0-9+.-]*:/")
+STORE_URL = re.compile(r"[a-z][a-z0-9+.-]*:/")
 """Beginning of a URL; the ranks check what is in a store."""
 _CHECKPOINT = re.compile(r"\.?step-\d{8,18}.*")
 
@@ -46,7 +46,7 @@ def expect_ready(run: Run) -> None:
     for key in ("sources", "validation"):
         for source in getattr(run.data, key):
             path = Path(source.path)
-            if _STORE.match(source.path) or (holds_prepared(path) if path.is_dir() else _is_prefix(path)):
+            if STORE_URL.match(source.path) or (holds_prepared(path) if path.is_dir() else _is_prefix(path)):
                 continue
             rule = f"there is no prepared text at {source.path}"
             remedy = f"Make it: ultrascale data prepare TEXT --train-tokenizer 4096 --output {source.path}"

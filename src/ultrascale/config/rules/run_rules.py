@@ -19,7 +19,7 @@ from ultrascale.description.architecture.families import export_problems
 from ultrascale.description.architecture.model import Model
 from ultrascale.description.architecture.weights import score_biases
 from ultrascale.description.attention_cores import core_requirements, unsupported_reason
-from ultrascale.description.layout import NARROW, Layout
+from ultrascale.description.layout import EMBEDDING_AND_HEAD, NARROW, Layout
 from ultrascale.description.problems import Problem, SpecError
 from ultrascale.description.progress import tokens_after
 from ultrascale.description.recomputed import SELECTIVE_MODULES, is_modules, modes_of, modules_name, parse_mode
@@ -507,8 +507,8 @@ def _stages(model: Model, layout: Layout) -> Iterator[Problem]:
     layers, stages, layers_per_stage = model.num_hidden_layers, layout.num_stages, layout.layers_per_stage
     if layout.pp == 1:
         return
-    most = layers + 2 if layout.pp > 1 else layers
-    if stages > most:  # embedding and head may be separate stages, as in Llama 3 405B (section 3.3.2)
+    most = layers + EMBEDDING_AND_HEAD
+    if stages > most:
         parts = f"{layers} layers, with embedding and head {most} parts"
         rule = f"makes {layout.pp} x {layout.virtual_stages} = {stages} stages, but the model has {parts}"
         fewer = most // layout.virtual_stages

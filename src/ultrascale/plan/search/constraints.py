@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ultrascale.catalogue.stacks.stack_files import abilities
 from ultrascale.config.rules.run_rules import parallelism_problems
-from ultrascale.description.layout import Layout
+from ultrascale.description.layout import EMBEDDING_AND_HEAD, Layout
 from ultrascale.description.problems import Problem
 from ultrascale.description.recomputed import is_modules, modules_name, modules_named
 from ultrascale.description.schedules import SCHEDULES, schedule_for
@@ -190,9 +190,10 @@ def _of_count(question: _Question) -> Reason | None:
 def _of_model(question: _Question) -> Reason | None:
     """Reason if heads, widths, layers or experts do not divide."""
     name, value, model = question.name, question.value, question.workload.model
-    if name == "pp" and value > model.num_hidden_layers:
-        layers = model.num_hidden_layers
-        return f"pp = {value} makes more stages than the {count_of(layers, 'layer')}", f"Use pp = {layers} or less."
+    most = model.num_hidden_layers + EMBEDDING_AND_HEAD
+    if name == "pp" and value > most:
+        rule = f"pp = {value} makes more stages than the {count_of(model.num_hidden_layers, 'layer')}"
+        return rule, f"Use pp = {most} or less."
     if name not in ("tp", "cp", "ep", "expert_tp"):
         return None
     layout = Layout(**{"dp": question.num_gpus, name: value})  # type: ignore[arg-type]
@@ -235,10 +236,11 @@ def _of_pipeline(question: _Question) -> Reason | None:
         rule = f"{value} stages a rank are not what {', '.join(schedules)} is made for"
         return rule, f"Use --schedule {schedule_for(2)}."
     pp = min(question.constraints.get("pp", (2,)))
-    if pp * value > layers:
+    most = layers + EMBEDDING_AND_HEAD
+    if pp * value > most:
         return (
             f"pp {pp} x {value} = {pp * value} stages are more than the {count_of(layers, 'layer')}",
-            f"Use {layers // pp} or less.",
+            f"Use {most // pp} or less.",
         )
     return None
 

@@ -58,7 +58,7 @@ but further off between schedules, so the best of each are simulated before they
 REPLAYED = 10
 """Partitionings (`distinct`) at the head of the ranking whose memory is replayed: as many as are listed by default."""
 SURE = 0.6
-"""Fraction of the usable memory below which a layout's risk to run out of it is taken for none when a search sorts thousands."""
+"""Fraction of the usable memory below which a search that sorts thousands takes a layout's risk to run out for none."""
 TIE = 0.02
 """Difference of two step times on one cluster below which the model cannot tell them apart (`docs/validation.md`)."""
 

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from ultrascale.catalogue.stacks.stack_files import abilities
 from ultrascale.config.rules.run_rules import MOST_MICRO_BATCHES, parallelism_problems
-from ultrascale.description.layout import NARROW, Layout
+from ultrascale.description.layout import EMBEDDING_AND_HEAD, NARROW, Layout
 from ultrascale.description.problems import Problem
 from ultrascale.description.recomputed import is_modules, modules_name, modules_named
 from ultrascale.description.schedules import SCHEDULES
@@ -243,9 +243,10 @@ def _pipeline(rules: _Rules, gpus: int, cp: int) -> Iterator[tuple[int, int, str
             rules.refuse("pp", f"{stack.name} has no pipeline")
         elif cp > 1 and abilities(stack).cp_alone:
             rules.refuse("cp with pp", f"{stack.name} has context parallelism without a pipeline only")
-        elif pp > layers:
+        elif pp > layers + EMBEDDING_AND_HEAD:
             pp_is_given = "pp" in rules.constraints
-            family, remedy = (f"pp = {pp}", f"Use pp = {layers} or less.") if pp_is_given else (f"pp > {layers}", "")
+            most = layers + EMBEDDING_AND_HEAD
+            family, remedy = (f"pp = {pp}", f"Use pp = {most} or less.") if pp_is_given else (f"pp > {most}", "")
             rules.refuse(family, f"more stages than the {count_of(layers, 'layer')}", remedy)
         else:
             yield from ((pp, chunks, schedule) for chunks, schedule in _schedules(rules, pp, can))
@@ -260,7 +261,7 @@ def _schedules(rules: _Rules, pp: int, can: tuple[str, ...]) -> Iterator[tuple[i
             rules.refuse(f"pp = {pp}, {schedule}", "needs an even number of stages")
         else:
             for chunks in _chunks(rules, schedule, pp):
-                if pp * chunks > layers:
+                if pp * chunks > layers + EMBEDDING_AND_HEAD:
                     rules.refuse(schedule, f"pp x {chunks} stages are more than the {count_of(layers, 'layer')}")
                 elif not abilities(rules.workload.stack).cuts(layers, pp * chunks):
                     rules.refuse(schedule, f"{rules.workload.stack.name} does not cut {layers} layers so")

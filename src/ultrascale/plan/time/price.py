@@ -376,13 +376,16 @@ def _hidden_by_pairs(workload: Workload, table: LayoutTable, parts: dict[str, Fl
 def _optimizer(workload: Workload, table: LayoutTable, stages: Stages, constants: Constants) -> Floats:
     """Seconds of the optimizer's update: reads the gradient, the master weight and both moments, writes the last three and the
     compute copy. In fp16, gradients are divided by the loss scale before."""
-    stack = workload.stack
+    stack, summed = workload.stack, workload.sequences_per_batch > table.dp * table.micro_batch_size
     dense, expert, num_shards, num_expert_shards = shards(table, stages)
     local, whole = dense / num_shards + expert / num_expert_shards, dense + expert
     per_parameter = stack.gradient_bytes + 2 * (stack.master_bytes + stack.moment_bytes) + stack.weight_bytes
     unscaling = np.where(table.precision == PRECISIONS.index("fp16"), 2.0 * stack.gradient_bytes, 0.0) * local
-    passes = 4 if stack.sums_whole_gradients else 2  # nanotron zeroes, clips and takes the norm of unsharded ones
-    of_gradients = passes * stack.gradient_bytes * np.where(table.zero_stage >= 2, local, whole)
+    # Two passes, of clipping and the norm over reduced gradients or of zeros where a step's sums begin, which are whole below
+    # ZeRO 2. nanotron does all of it on whole ones.
+    zeros = np.where((table.zero_stage == 0) | ((table.zero_stage == 1) & summed), whole, local)
+    reads = np.where(table.zero_stage == 0, whole, local) + zeros
+    of_gradients = stack.gradient_bytes * np.where((table.zero_stage <= 1) & stack.sums_whole_gradients, 4 * whole, reads)
     widths = MASTERS[table.precision] / 4  # a stack's bytes are those of runs with fp32 masters; of fp64 all are twice as wide
     num_bytes = widths * (local * per_parameter + unscaling + of_gradients).max(axis=0)
     accelerator = workload.cluster.accelerator
