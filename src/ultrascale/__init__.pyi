@@ -91,7 +91,7 @@ def plan(
         precision: Dtype of the passes: fp64, fp32, bf16, fp16, fp8, mxfp8, nvfp4. Default: bf16; fp16 without bf16,
             fp32 on a CPU.
         stack: Framework to plan for (`ultrascale show stacks`): torchtitan, megatron, ... Change its features by
-            --stack.KEY VALUE.
+            --stack.KEY VALUE. Others than ours are planned without intra-document masking, as they train by default.
         optimizer: Optimizer: adamw, adamw-bf16, adamw-8bit, muon. Default: adamw.
         expert_imbalance: Load of the busiest rank's experts over the mean load, such as 1.3.
         checkpoint_minutes: Minutes of training between two blocking checkpoints; needs --storage-gbytes.
@@ -175,7 +175,7 @@ def search(
         precision: Dtype of the passes: fp64, fp32, bf16, fp16, fp8, mxfp8, nvfp4. Default: bf16; fp16 without bf16,
             fp32 on a CPU.
         stack: Framework to plan for (`ultrascale show stacks`): torchtitan, megatron, ... Change its features by
-            --stack.KEY VALUE.
+            --stack.KEY VALUE. Others than ours are planned without intra-document masking, as they train by default.
         optimizer: Optimizer: adamw, adamw-bf16, adamw-8bit, muon. Default: adamw.
         expert_imbalance: Load of the busiest rank's experts over the mean load, such as 1.3.
         checkpoint_minutes: Minutes of training between two blocking checkpoints; needs --storage-gbytes.

@@ -38,6 +38,7 @@ def test_a_report_sums_up_a_run_and_draws_what_there_is(tmp_path: Path, capsys) 
         "steps": 5, "tokens": 2560, "first_loss": 8.0, "last_loss": 4.0, "validation_loss": {"val/loss": 5.5},
         "tokens_per_second": 200.0, "mfu": 0.2, "hfu": 0.4, "timed_since": 0, "planned_peak_bytes": 102 * 2**20,
         "measured_peak_bytes": 100 * 2**20, "memory_percent": 2.0, "noise_scale_tokens": 1224.0, "tokens_per_batch": 512,
+        "of_one_island": False,
     }  # fmt: skip
     assert [picture.name for picture in pictures] == ["loss.png", "tokens_per_second.png", "noise_scale.png"]
     assert all(picture.parent == tmp_path / "plots" and picture.read_bytes()[:4] == PNG for picture in pictures)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,8 @@ def test_the_console_line_says_what_is_known(home):
         "  val code 2.0000  val a/text 3.0000  noise 1.23M  mem 61.2GiB (77%)  "
         "tok/s 24,691 (12,346 a gpu)  mfu 41.2%  eta 1m03s"
     )
+    apart = replace(run, islands=replace(run.islands, count=2))
+    assert "tok/s 24,691 on one island of 2 (12,346 a gpu)" in console_line(apart, values, 3)
     assert [duration(s) for s in (0.4, 62, 3720)] == ["0s", "1m02s", "1h02m"]
 
 

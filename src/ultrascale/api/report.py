@@ -125,7 +125,8 @@ def _lines(summary: Summary) -> Iterator[tuple[str, str]]:
         yield "held out", f"{loss:.4f} {name.removeprefix('val/loss').strip('/')}".rstrip()
     since = f" since the start at step {summary.timed_since:,}" if summary.timed_since else ""
     if summary.tokens_per_second is not None:
-        yield "speed", f"{summary.tokens_per_second:,.0f} tokens/s (median{since})"
+        island = " on one island" if summary.of_one_island else ""
+        yield "speed", f"{summary.tokens_per_second:,.0f} tokens/s{island} (median{since})"
     if summary.mfu is not None and summary.hfu is not None:
         yield "MFU, HFU", f"{summary.mfu:.1%}, {summary.hfu:.1%} (medians{since})"
     if summary.memory_percent is not None:

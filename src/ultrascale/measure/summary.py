@@ -36,6 +36,8 @@ class Summary:
     """Last estimate of the critical batch size, in tokens."""
     tokens_per_batch: int | None = None
     """Tokens per batch at the last step."""
+    of_one_island: bool = False
+    """True if speed and batch are those of one island of several."""
 
     @property
     def memory_percent(self) -> float | None:
@@ -74,6 +76,7 @@ def summary_of(rows: Sequence[Mapping[str, Any]], memory: Mapping[str, Any], tim
         measured_peak_bytes=memory.get("measured_peak_bytes"),
         noise_scale_tokens=_last(rows, "train/noise_scale_tokens"),
         tokens_per_batch=_last(rows, "progress/tokens_per_batch"),
+        of_one_island=(_last(rows, "outer/islands") or 1) > 1,
     )
 
 

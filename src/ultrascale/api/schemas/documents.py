@@ -532,6 +532,8 @@ class Report(TypedDict):
     measured_peak_bytes: int | None
     noise_scale_tokens: float | None
     tokens_per_batch: int | None
+    of_one_island: bool
+    """True if speed and batch are those of one island of several."""
     memory_percent: float | None
     """Difference of the planned from the measured value, in percent."""
     pictures: list[str]

@@ -160,7 +160,8 @@ def console_line(run: Run, values: Row, steps_done: int) -> str:
     if (speed := values.get("perf/tokens_per_s_per_gpu")) is None:
         return "  ".join([*parts, "(speed not yet known)"])
     total, unit = values["perf/tokens_per_s"] or speed, "gpu" if memory is not None else "rank"
-    parts.append(f"tok/s {total:,.0f}" + (f" ({speed:,.0f} a {unit})" if round(total) != round(speed) else ""))
+    island = f" on one island of {run.islands.count}" if run.islands.count > 1 else ""
+    parts.append(f"tok/s {total:,.0f}{island}" + (f" ({speed:,.0f} a {unit})" if round(total) != round(speed) else ""))
     parts.append(f"mfu {format_share(values['perf/mfu'])}")
     parts.append(f"eta {duration((run.steps - steps_done) * (values['perf/step_s'] or 0.0))}")
     return "  ".join(parts)
