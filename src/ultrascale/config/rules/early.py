@@ -60,7 +60,7 @@ def expect_ready(run: Run) -> None:
 def data_missing_here(run: Run) -> list[str]:
     """Paths of the run's data of which this machine has nothing; other machines may have it."""
     paths = (source.path for source in (*run.data.sources, *run.data.validation))
-    return [path for path in paths if not (_STORE.match(path) or Path(path).is_dir() or _is_prefix(Path(path)))]
+    return [path for path in paths if not (STORE_URL.match(path) or Path(path).is_dir() or _is_prefix(Path(path)))]
 
 
 def holds_prepared(folder: Path) -> bool:
