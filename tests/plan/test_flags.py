@@ -369,6 +369,78 @@ def test_every_part_of_a_model_is_an_argument_for_megatron_or_named_in_the_heade
             assert set(words.get(name, "").split()) <= set(release[name])
 
 
+def llama_of_nanotron(settings: dict) -> dict[str, object]:
+    """Fields of the model that nanotron builds: a Llama without biases, heads as wide as the model allows."""
+    model = settings["model"]["model_config"]
+    same = (
+        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+        "max_position_embeddings", "hidden_act", "rope_theta", "tie_word_embeddings",
+    )  # fmt: skip
+    width = model["hidden_size"] // model["num_attention_heads"]
+    own = {"head_dim": width, "norm_eps": model["rms_norm_eps"], "initializer_range": settings["model"]["init_method"]["std"]}
+    return {key: model[key] for key in same} | own
+
+
+def mpt_of_llm_foundry(settings: dict) -> dict[str, object]:
+    """Fields of the model that llm-foundry builds, by the defaults of its MPTConfig."""
+    model = settings["model"]
+    attention, feed_forward, biases = model["attn_config"], model["ffn_config"], not model["no_bias"]
+    act = feed_forward.get("ffn_act_fn", {"name": "gelu", "approximate": "none"})
+    assert model["init_config"]["name"] == "baseline_" and model["resid_pdrop"] == model["emb_pdrop"]
+    return {
+        "vocab_size": model["vocab_size"], "hidden_size": model["d_model"], "num_hidden_layers": model["n_layers"],
+        "intermediate_size": feed_forward["ffn_hidden_size"], "num_attention_heads": model["n_heads"],
+        "num_key_value_heads": attention.get("kv_n_heads", model["n_heads"]), "head_dim": model["head_dim"],
+        "max_position_embeddings": model["max_seq_len"], "norm": model["norm_type"].removeprefix("low_precision_"),
+        "norm_eps": model["norm_eps"], "gated_mlp": feed_forward["ffn_type"] == "mptglu",
+        "hidden_act": "gelu_pytorch_tanh" if act == {"name": "gelu", "approximate": "tanh"} else act["name"],
+        "position_embedding": "learned" if model["learned_pos_emb"] else "rotary",
+        "rope_theta": float(attention.get("rope_theta", 10000)), "qkv_bias": biases, "attention_output_bias": biases,
+        "mlp_bias": biases, "tie_word_embeddings": model["tie_word_embeddings"],
+        "initializer_range": model["init_config"]["init_std"], "dropout": model["resid_pdrop"],
+        "no positions": [model["learned_pos_emb"]] * model["n_layers"],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("stack", "reader"), [("nanotron", llama_of_nanotron), ("llm-foundry", mpt_of_llm_foundry)])
+def test_every_part_of_a_model_is_a_key_of_yaml_or_named_in_the_header(stack: str, reader: Callable) -> None:
+    layout = replace(ALONE, zero_stage=1 if stack == "nanotron" else 3)
+    usual = computed(replace(LLAMA, tie_word_embeddings=False))
+    for model in [*PRESETS.values(), *CHANGED]:
+        text = trainer_flags(replace(workload(stack), model=model), layout)
+        layers = {"windows": [None] * model.num_hidden_layers, "no positions": [False] * model.num_hidden_layers}
+        read, named = usual | layers | reader(yaml.safe_load(text)), named_parts(text)
+        if model.position_embedding == "rotary" and stack == "llm-foundry":  # whose sequence length takes its place
+            read["max_position_embeddings"] = model.max_position_embeddings
+        apart = {key for key, value in computed(model).items() if value != read[key]}
+        lists = {"windows": "sliding_window", "no positions": "position_embedding"}
+        if model.no_rope_layer_interval is not None:
+            lists["no positions"] = "no_rope_layer_interval"
+        assert {lists.get(key, key) for key in apart} <= named, (model.name, apart - named)
+
+
+def test_torchtitan_gets_a_registered_size_for_the_same_weights_only() -> None:
+    def written(model: Model, stack: str = "torchtitan") -> tuple[str, set[str]]:
+        text = trainer_flags(replace(workload(stack), model=model), replace(ALONE, zero_stage=3))
+        return text, named_parts(text)
+
+    for name in (
+        "opt-6.7b",
+        "llama-2-7b",
+        "mistral-7b-v0.1",
+        "mixtral-8x7b",
+        "llama-3.2-1b",
+    ):  # the first four: 32 layers of 4096
+        model, (text, named) = preset(name), written(preset(name))
+        usual = {field.name: field.default for field in fields(Model)} | {"name": name, "model_type": model.model_type}
+        apart = {key for key, value in usual.items() if getattr(model, key) != value} - {"max_position_embeddings"}
+        assert tomllib.loads(text)["model"]["flavor"] == "SIZE_TO_REGISTER" and apart <= named, name
+    assert '"1B"' in written(preset("llama-3.2-1b"), "torchtitan-2026")[0]
+    assert written(preset("llama-3.1-8b"))[1] == set() and written(preset("llama-3-8b"))[1] == {"rope_scaling"}
+    assert {"num_nextn_predict_layers", "router_aux_loss_coef"} <= written(preset("deepseek-v3"))[1]
+    assert written(replace(preset("qwen3-8b"), dropout=0.1, norm_eps=1e-5))[1] == {"dropout", "norm_eps"}
+
+
 def test_megatron_gets_the_routers_and_activations_of_published_models() -> None:
     def words(model: str) -> dict[str, str]:
         return megatron_words(trainer_flags(workload("megatron", model), ALONE))

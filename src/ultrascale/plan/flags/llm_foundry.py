@@ -68,6 +68,8 @@ def _unwritten(model: Model, sequence: int) -> list[str]:
         notes |= dict.fromkeys(("qkv_bias", "attention_output_bias"), "one switch with mlp_bias")
     if model.position_embedding == "learned" and model.max_position_embeddings != sequence:
         notes["max_position_embeddings"] = "the sequence length here"
+    if model.rope_theta != round(model.rope_theta):
+        notes["rope_theta"] = "rounded"
     return unwritten_fields(model, WRITTEN, notes)
 
 
