@@ -545,3 +545,8 @@ def test_an_optimizer_that_a_trainer_lacks_is_refused_and_one_it_has_is_printed(
     narrow = replace(workload("megatron"), stack=with_optimizer(STACKS["megatron"], "adamw-bf16"))
     words = megatron_words(trainer_flags(narrow, PIPED))
     assert words["exp-avg-dtype"] == "bf16" and "use-precision-aware-optimizer" in words
+
+
+def test_megatron_offloads_with_the_optimizer_that_its_check_of_arguments_requires() -> None:
+    words = megatron_words(trainer_flags(workload("megatron"), replace(PIPED, offload_optimizer=True)))
+    assert {"optimizer-cpu-offload", "use-precision-aware-optimizer"} <= set(words) and "exp-avg-dtype" not in words

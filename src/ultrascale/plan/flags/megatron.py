@@ -73,6 +73,7 @@ def _layout(plan: TrainerPlan) -> dict[str, Any]:
         "fp4-recipe": "nvfp4" if layout.precision == "nvfp4" else "",
         **_delayed(layout),
         "optimizer-cpu-offload": layout.offload_optimizer,
+        "use-precision-aware-optimizer": layout.offload_optimizer,  # which offloading requires; its dtypes are fp32 by default
     }
     if plan.workload.stack.optimizer == "adamw-bf16":
         words |= {"use-precision-aware-optimizer": True, "exp-avg-dtype": "bf16", "exp-avg-sq-dtype": "bf16"}
