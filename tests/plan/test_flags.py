@@ -300,8 +300,8 @@ def megatron_scaling(words: dict[str, str]) -> RopeScaling | None:
     if "multi-latent-attention" not in words:
         return RopeScaling("llama3", 8.0, 8192) if "use-rope-scaling" in words else None
     factor = float(words["rotary-scaling-factor"])
-    scales = {f"mscale{end}": float(words[f"mscale{end.replace('_', '-')}"]) for end in ("", "_all_dim") if "mscale" in words}
-    return RopeScaling("yarn", factor, 4096, **scales) if factor > 1 else None
+    scale, scale_all = (float(words[key]) if key in words else None for key in ("mscale", "mscale-all-dim"))
+    return RopeScaling("yarn", factor, 4096, mscale=scale, mscale_all_dim=scale_all) if factor > 1 else None
 
 
 def every(frequency: str, layers: int, *, last: bool) -> list[bool]:

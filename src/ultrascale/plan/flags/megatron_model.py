@@ -99,7 +99,8 @@ def _attention(model: Model) -> dict[str, Any]:
         "softmax-type": "learnable" if model.attention_sinks else "",
     }
     if any(windows):
-        words["window-size"] = f"{model.sliding_window - 1},0"  # type: ignore[operator]
+        assert model.sliding_window is not None
+        words["window-size"] = f"{model.sliding_window - 1},0"
         words["window-attn-skip-freq"] = "" if all(windows) else _window_frequency(windows)
     if model.latent_attention:
         words |= {
