@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import subprocess
 import tomllib
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 import yaml
 
 from ultrascale.catalogue.cluster import parse_cluster
-from ultrascale.catalogue.models.model_presets import preset
+from ultrascale.catalogue.models.model_presets import PRESETS, preset
 from ultrascale.catalogue.stacks.stack import with_optimizer
 from ultrascale.catalogue.stacks.stack_files import STACKS, changed_stack, stack_file
 from ultrascale.config.resolve import resolve
+from ultrascale.description.architecture.model import Model, RopeScaling
 from ultrascale.description.layout import Layout
 from ultrascale.description.problems import SpecError
 from ultrascale.plan.flags.trainers import cannot_express, not_searched, trainer_flags
@@ -224,6 +226,237 @@ def test_every_argument_for_megatron_is_one_of_its_release() -> None:
             assert set(words.get(name, "").split()) <= set(release[name])
 
 
+ALONE = Layout(dp=64, zero_stage=1, precision="bf16")
+GATES = {"swiglu": "silu", "quick-geglu": "swigluoai"}
+BALANCE = {"seq_aux_loss": "sequence", "aux_loss": "micro-batch", "global_aux_loss": "global"}
+
+
+def megatron_model(words: dict[str, str]) -> dict[str, object]:
+    """Fields of the model that Megatron-LM builds from its arguments, by its own defaults. Fields that are left out have no
+    argument; layers' windows and positions are lists over the layers."""
+    layers, heads, latent = int(words["num-layers"]), words["num-attention-heads"], "multi-latent-attention" in words
+    biases, gates = "disable-bias-linear" not in words, [act for flag, act in GATES.items() if flag in words]
+    activation = "relu2" if "squared-relu" in words else "gelu_pytorch_tanh" if biases else "exact gelu"
+    skips, steps = words.get("window-attn-skip-freq"), words.get("no-rope-freq")
+    window = int(words["window-size"].split(",")[0]) + 1 if "window-size" in words else None
+    windowed = [window is not None] * layers if skips is None else every(skips, layers, last=False)
+    rotary = words["position-embedding-type"] == "rope"
+    nope = [not rotary] * layers if steps is None else every(steps, layers, last=True)
+    read: dict[str, object] = {
+        "hidden_size": int(words["hidden-size"]), "intermediate_size": int(words["ffn-hidden-size"]),
+        "num_hidden_layers": layers, "num_attention_heads": int(heads),
+        "num_key_value_heads": int(words["num-query-groups"] if "group-query-attention" in words else heads),
+        "head_dim": int(words["kv-channels"]), "max_position_embeddings": int(words["max-position-embeddings"]),
+        "norm": words["normalization"].lower(), "zero_centered_norm": "apply-layernorm-1p" in words,
+        "norm_eps": float(words["norm-epsilon"]), "gated_mlp": bool(gates), "hidden_act": gates[0] if gates else activation,
+        "position_embedding": "rotary" if rotary else "learned", "rope_theta": float(words.get("rotary-base", 1e4)),
+        "rope_scaling": megatron_scaling(words), "qkv_bias": biases or "add-qkv-bias" in words,
+        "attention_output_bias": biases, "mlp_bias": biases, "qk_norm": "qk-layernorm" in words and not latent,
+        "attention_sinks": words.get("softmax-type") == "learnable",
+        "partial_rotary_factor": float(words.get("rotary-percent", 1)),
+        "tie_word_embeddings": "untie-embeddings-and-output-weights" not in words,
+        "initializer_range": float(words["init-method-std"]), "dropout": float(words["hidden-dropout"]),
+        "num_nextn_predict_layers": int(words.get("mtp-num-layers", 0)),
+        "windows": [window if layer else None for layer in windowed], "no positions": nope,
+    }  # fmt: skip
+    if read["num_nextn_predict_layers"]:
+        read["mtp_loss_coef"] = float(words.get("mtp-loss-scaling-factor", 0.1))
+    if latent:
+        assert "qk-layernorm" in words  # of its narrow projections
+        sizes = ("qk-head-dim", "qk-pos-emb-head-dim", "v-head-dim", "kv-lora-rank")
+        names = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank")
+        read |= {name: int(words[size]) for name, size in zip(names, sizes, strict=True)}
+        read["q_lora_rank"] = int(words["q-lora-rank"]) if "q-lora-rank" in words else None
+    return read | (megatron_experts(words) if "num-experts" in words else {})
+
+
+def megatron_experts(words: dict[str, str]) -> dict[str, object]:
+    choices, groups = int(words["moe-router-topk"]), int(words.get("moe-router-num-groups", 1))
+    score, balance = words.get("moe-router-score-function", "softmax"), words["moe-router-load-balancing-type"]
+    biased, chosen = "moe-router-enable-expert-bias" in words, int(words.get("moe-router-group-topk", 1))
+    assert not biased or score == "sigmoid"
+    method = "noaux_tc" if biased else "greedy"
+    if groups > 1:  # a group scores as the sum of its best choices / chosen
+        method = {(1, False): "group_limited_greedy", (2, True): "noaux_tc"}.get((choices // chosen, biased), "neither")
+    capacity = words.get("moe-expert-capacity-factor")
+    return {
+        "num_experts": int(words["num-experts"]), "num_experts_per_tok": choices,
+        "moe_intermediate_size": int(words["moe-ffn-hidden-size"]),
+        "shared_expert_intermediate_size": int(words.get("moe-shared-expert-intermediate-size", 0)),
+        "first_k_dense_replace": every(words["moe-layer-freq"], int(words["num-layers"]), last=True).index(True),
+        "scoring_func": score, "topk_method": method,
+        "norm_topk_prob": choices > 1 and (score == "sigmoid" or "moe-router-pre-softmax" not in words),
+        "routed_scaling_factor": float(words.get("moe-router-topk-scaling-factor", 1)), "n_group": groups,
+        "topk_group": chosen, "router_aux_loss_coef": float(words.get("moe-aux-loss-coeff", 0)) * (balance != "none"),
+        "router_aux_loss_scope": BALANCE.get(balance, "sequence"),
+        "router_z_loss_coef": float(words.get("moe-z-loss-coeff", 0)),
+        "router_bias_update_rate": float(words.get("moe-router-bias-update-rate", 1e-3)),
+        "expert_capacity_factor": float(capacity) if capacity else None,
+    }  # fmt: skip
+
+
+def megatron_scaling(words: dict[str, str]) -> RopeScaling | None:
+    """pretrain_gpt.py does not hand --rope-scaling-factor on, so that it is 8."""
+    if "multi-latent-attention" not in words:
+        return RopeScaling("llama3", 8.0, 8192) if "use-rope-scaling" in words else None
+    factor = float(words["rotary-scaling-factor"])
+    scale, scale_all = (float(words[key]) if key in words else None for key in ("mscale", "mscale-all-dim"))
+    return RopeScaling("yarn", factor, 4096, mscale=scale, mscale_all_dim=scale_all) if factor > 1 else None
+
+
+def every(frequency: str, layers: int, *, last: bool) -> list[bool]:
+    """Megatron-LM's frequency over layers: a list, or an interval whose last layer is `last` and the others not."""
+    if "[" in frequency:
+        listed = [bool(value) for value in eval(frequency)]
+        assert len(listed) == layers
+        return listed
+    assert not last or layers % int(frequency) == 0
+    return [last == ((layer + 1) % int(frequency) == 0) for layer in range(layers)]
+
+
+def computed(model: Model) -> dict[str, object]:
+    """Fields of a model that change what it computes, with lists over layers for windows and positions."""
+    values = {field.name: getattr(model, field.name) for field in fields(Model) if field.name not in ("name", "model_type")}
+    for part in ("sliding_window", "max_window_layers", "sliding_window_interval", "full_attention_interval"):
+        del values[part]
+    del values["no_rope_layer_interval"]
+    layers = range(model.num_hidden_layers)
+    values |= {"hidden_act": model.activation, "windows": [model.window(layer) for layer in layers]}
+    values |= {"no positions": [not model.uses_rotary(layer) for layer in layers]}
+    values |= {"router_aux_loss_coef": model.balance_loss_coef}
+    if not model.balance_loss_coef:
+        values["router_aux_loss_scope"] = "sequence"
+    return values
+
+
+def named_parts(text: str) -> set[str]:
+    """Fields that the header of a file names as not in it."""
+    named = [line for line in text.splitlines() if line.startswith("# Not said below")]
+    return {name for line in named for name in re.findall(r"(\w+) = ", line)}
+
+
+LLAMA, MOE = preset("tiny-llama"), preset("tiny-qwen3-moe")
+CHANGED = [
+    replace(LLAMA, dropout=0.1), replace(LLAMA, attention_sinks=True), replace(LLAMA, attention_output_bias=True),
+    replace(LLAMA, mlp_bias=True), replace(LLAMA, qkv_bias=True, attention_output_bias=True, mlp_bias=True),
+    replace(LLAMA, zero_centered_norm=True), replace(LLAMA, norm="layernorm", qk_norm=True),
+    replace(LLAMA, rope_theta=10000.5), replace(LLAMA, rope_scaling=RopeScaling("linear", 2.0, 1024)),
+    replace(LLAMA, num_hidden_layers=7, no_rope_layer_interval=3), replace(LLAMA, gated_mlp=False, hidden_act="relu2"),
+    replace(LLAMA, num_hidden_layers=7, sliding_window=16, max_window_layers=3, full_attention_interval=5),
+    replace(LLAMA, gated_mlp=False, hidden_act="relu2", qkv_bias=True, attention_output_bias=True, mlp_bias=True),
+    replace(MOE, router_z_loss_coef=0.01, expert_capacity_factor=1.5), replace(MOE, router_aux_loss_scope="global"),
+    replace(MOE, router_aux_loss_scope="micro-batch", routed_scaling_factor=2.0), replace(MOE, num_experts_per_tok=1),
+    replace(MOE, num_experts_per_tok=1, norm_topk_prob=False), replace(MOE, norm_topk_prob=False),
+    replace(MOE, scoring_func="sigmoid"), replace(MOE, scoring_func="sigmoid", norm_topk_prob=False),
+    replace(MOE, topk_method="noaux_tc"), replace(MOE, scoring_func="sigmoid", topk_method="noaux_tc"),
+    replace(MOE, topk_method="group_limited_greedy", n_group=4, topk_group=2),
+    replace(MOE, topk_method="group_limited_greedy", n_group=4, topk_group=1),
+    replace(preset("tiny-deepseek-v3"), mtp_loss_coef=0.1, router_bias_update_rate=0.01, num_experts_per_tok=4),
+]  # fmt: skip
+
+
+def test_every_part_of_a_model_is_an_argument_for_megatron_or_named_in_the_header() -> None:
+    release, defaults = NAMES["megatron core_r0.16.0"], computed(replace(LLAMA, tie_word_embeddings=False))
+    for model in [*PRESETS.values(), *CHANGED]:
+        assert not model.problems()
+        text = trainer_flags(replace(workload("megatron"), model=model), ALONE)
+        words, named = megatron_words(text), named_parts(text)
+        read = {"vocab_size": int(text.split("vocab_size = ")[1].split()[0])} | megatron_model(words)
+        apart = {key for key, value in computed(model).items() if value != read.get(key, defaults[key])}
+        assert apart <= named, (model.name, apart - named)
+        assert set(words) <= set(release[""]), model.name
+        for name in ("softmax-type", "moe-router-score-function", "moe-router-load-balancing-type", "rope-type"):
+            assert set(words.get(name, "").split()) <= set(release[name])
+
+
+def llama_of_nanotron(settings: dict) -> dict[str, object]:
+    """Fields of the model that nanotron builds: a Llama without biases, heads as wide as the model allows."""
+    model = settings["model"]["model_config"]
+    same = (
+        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+        "max_position_embeddings", "hidden_act", "rope_theta", "tie_word_embeddings",
+    )  # fmt: skip
+    width = model["hidden_size"] // model["num_attention_heads"]
+    own = {"head_dim": width, "norm_eps": model["rms_norm_eps"], "initializer_range": settings["model"]["init_method"]["std"]}
+    return {key: model[key] for key in same} | own
+
+
+def mpt_of_llm_foundry(settings: dict) -> dict[str, object]:
+    """Fields of the model that llm-foundry builds, by the defaults of its MPTConfig."""
+    model = settings["model"]
+    attention, feed_forward, biases = model["attn_config"], model["ffn_config"], not model["no_bias"]
+    act = feed_forward.get("ffn_act_fn", {"name": "gelu", "approximate": "none"})
+    assert model["init_config"]["name"] == "baseline_" and model["resid_pdrop"] == model["emb_pdrop"]
+    return {
+        "vocab_size": model["vocab_size"], "hidden_size": model["d_model"], "num_hidden_layers": model["n_layers"],
+        "intermediate_size": feed_forward["ffn_hidden_size"], "num_attention_heads": model["n_heads"],
+        "num_key_value_heads": attention.get("kv_n_heads", model["n_heads"]), "head_dim": model["head_dim"],
+        "max_position_embeddings": model["max_seq_len"], "norm": model["norm_type"].removeprefix("low_precision_"),
+        "norm_eps": model["norm_eps"], "gated_mlp": feed_forward["ffn_type"] == "mptglu",
+        "hidden_act": "gelu_pytorch_tanh" if act == {"name": "gelu", "approximate": "tanh"} else act["name"],
+        "position_embedding": "learned" if model["learned_pos_emb"] else "rotary",
+        "rope_theta": float(attention.get("rope_theta", 10000)), "qkv_bias": biases, "attention_output_bias": biases,
+        "mlp_bias": biases, "tie_word_embeddings": model["tie_word_embeddings"],
+        "initializer_range": model["init_config"]["init_std"], "dropout": model["resid_pdrop"],
+        "no positions": [model["learned_pos_emb"]] * model["n_layers"],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("stack", "reader"), [("nanotron", llama_of_nanotron), ("llm-foundry", mpt_of_llm_foundry)])
+def test_every_part_of_a_model_is_a_key_of_yaml_or_named_in_the_header(stack: str, reader: Callable) -> None:
+    layout = replace(ALONE, zero_stage=1 if stack == "nanotron" else 3)
+    usual = computed(replace(LLAMA, tie_word_embeddings=False))
+    for model in [*PRESETS.values(), *CHANGED]:
+        text = trainer_flags(replace(workload(stack), model=model), layout)
+        layers = {"windows": [None] * model.num_hidden_layers, "no positions": [False] * model.num_hidden_layers}
+        read, named = usual | layers | reader(yaml.safe_load(text)), named_parts(text)
+        if model.position_embedding == "rotary" and stack == "llm-foundry":  # whose sequence length takes its place
+            read["max_position_embeddings"] = model.max_position_embeddings
+        apart = {key for key, value in computed(model).items() if value != read[key]}
+        lists = {"windows": "sliding_window", "no positions": "position_embedding"}
+        if model.no_rope_layer_interval is not None:
+            lists["no positions"] = "no_rope_layer_interval"
+        assert {lists.get(key, key) for key in apart} <= named, (model.name, apart - named)
+
+
+def test_torchtitan_gets_a_registered_size_for_the_same_weights_only() -> None:
+    def written(model: Model, stack: str = "torchtitan") -> tuple[str, set[str]]:
+        text = trainer_flags(replace(workload(stack), model=model), replace(ALONE, zero_stage=3))
+        return text, named_parts(text)
+
+    for name in (
+        "opt-6.7b",
+        "llama-2-7b",
+        "mistral-7b-v0.1",
+        "mixtral-8x7b",
+        "llama-3.2-1b",
+    ):  # the first four: 32 layers of 4096
+        model, (text, named) = preset(name), written(preset(name))
+        usual = {field.name: field.default for field in fields(Model)} | {"name": name, "model_type": model.model_type}
+        apart = {key for key, value in usual.items() if getattr(model, key) != value} - {"max_position_embeddings"}
+        assert tomllib.loads(text)["model"]["flavor"] == "SIZE_TO_REGISTER" and apart <= named, name
+    assert '"1B"' in written(preset("llama-3.2-1b"), "torchtitan-2026")[0]
+    assert written(preset("llama-3.1-8b"))[1] == set() and written(preset("llama-3-8b"))[1] == {"rope_scaling"}
+    assert {"num_nextn_predict_layers", "router_aux_loss_coef"} <= written(preset("deepseek-v3"))[1]
+    assert written(replace(preset("qwen3-8b"), dropout=0.1, norm_eps=1e-5))[1] == {"dropout", "norm_eps"}
+
+
+def test_megatron_gets_the_routers_and_activations_of_published_models() -> None:
+    def words(model: str) -> dict[str, str]:
+        return megatron_words(trainer_flags(workload("megatron", model), ALONE))
+
+    latent = words("deepseek-v3")
+    router = {"score-function": "sigmoid", "topk-scaling-factor": "2.5", "num-groups": "8", "group-topk": "4"}
+    router |= {"enable-expert-bias": "", "load-balancing-type": "seq_aux_loss"}
+    assert {name: latent[f"moe-router-{name}"] for name in router} == router
+    assert latent["moe-aux-loss-coeff"] == "0.001" and latent["mtp-loss-scaling-factor"] == "0.3" and "qk-layernorm" in latent
+    nemotron, clamped = words("nemotron-4-340b"), words("gpt-oss-20b")
+    assert "squared-relu" in nemotron and "swiglu" not in nemotron and nemotron["rotary-percent"] == "0.5"
+    assert words("smollm3-3b")["no-rope-freq"] == "4" and words("glm-4.5-air")["moe-router-score-function"] == "sigmoid"
+    sinks = {"softmax-type": "learnable", "window-size": "127,0", "activation-func-clamp-value": "7.0"}
+    assert {name: clamped[name] for name in sinks} == sinks and "disable-bias-linear" not in clamped
+
+
 def test_numbers_of_yaml_are_numbers() -> None:
     """YAML 1.1 takes 1e-05 for text."""
     read = yaml.safe_load(trainer_flags(workload("nanotron"), Layout(dp=64, zero_stage=1, precision="bf16")))
@@ -312,3 +545,8 @@ def test_an_optimizer_that_a_trainer_lacks_is_refused_and_one_it_has_is_printed(
     narrow = replace(workload("megatron"), stack=with_optimizer(STACKS["megatron"], "adamw-bf16"))
     words = megatron_words(trainer_flags(narrow, PIPED))
     assert words["exp-avg-dtype"] == "bf16" and "use-precision-aware-optimizer" in words
+
+
+def test_megatron_offloads_with_the_optimizer_that_its_check_of_arguments_requires() -> None:
+    words = megatron_words(trainer_flags(workload("megatron"), replace(PIPED, offload_optimizer=True)))
+    assert {"optimizer-cpu-offload", "use-precision-aware-optimizer"} <= set(words) and "exp-avg-dtype" not in words

@@ -57,7 +57,7 @@ def train_defaults(resolved: Resolved, island_folder: Path | None = None) -> tup
         }
         paths = ", ".join(source.path for source in sources)
         lines.append(f'validation: {paths}, every {count_of(every, "step")} (evaluation.every_steps = "none" for never)')
-    elif before is None and "data.validation" in is_open and any(STORE_URL.match(one.path) for one in run.data.sources):
+    elif before is None and "data.validation" in is_open and any(STORE_URL.match(source.path) for source in run.data.sources):
         lines.append(f"validation: none; {IN_STORE}")
     return replace(resolved, run=run, provenance=resolved.provenance | origins), lines
 

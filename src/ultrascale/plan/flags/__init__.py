@@ -1,9 +1,9 @@
 """A plan as the complete, editable settings of the framework it was made for, with that framework's own names.
 
 trainers     the writer of each framework, and choices without a setting; begin here
-written      the plan to write, and its TOML, YAML and shell
+written      the plan to write, its TOML, YAML and shell, and the list of what a file lacks of the model
 ours         [layout] and [batch] of a run's TOML
-megatron     a shell script with Megatron-LM's arguments
+megatron, megatron_model  a shell script with Megatron-LM's arguments: layout, model
 torchtitan   TOML, and a registered function for the releases that have no TOML
 nanotron, llm_foundry, deepspeed  YAML, YAML, JSON
 

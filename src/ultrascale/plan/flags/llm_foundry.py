@@ -5,9 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from ultrascale.description.architecture.model import Model
-from ultrascale.plan.flags.written import LEARNING_RATE, STEPS, TrainerPlan, Yours, yaml
+from ultrascale.plan.flags.written import LEARNING_RATE, STEPS, TrainerPlan, Yours, unwritten_fields, yaml
 
 RELEASE = "llm-foundry 0.22.0"
+WRITTEN = frozenset({
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "max_position_embeddings", "norm", "norm_eps", "gated_mlp", "hidden_act", "position_embedding", "rope_theta",
+    "qkv_bias", "attention_output_bias", "mlp_bias", "tie_word_embeddings", "initializer_range", "dropout",
+})  # fmt: skip
+"""Fields that its MPTConfig has, except those of `_unwritten`."""
+ACTIVATIONS = {"silu": {"name": "silu"}, "gelu_pytorch_tanh": {"name": "gelu", "approximate": "tanh"}}
+"""Its names of functions, which are those of torch.nn.functional."""
 COMPOSER_STRATEGIES = {0: "NO_SHARD", 2: "SHARD_GRAD_OP", 3: "FULL_SHARD"}
 COMPOSER_HYBRIDS = {2: "_HYBRID_SHARD_ZERO2", 3: "HYBRID_SHARD"}
 
@@ -47,7 +55,22 @@ def write(plan: TrainerPlan) -> str:
         "seed": Yours(17),
     }  # fmt: skip
     start = f"composer -n {plan.ranks_per_node} --world_size {layout.world_size} scripts/train/train.py THIS.yaml"
-    return "\n".join([*plan.head(RELEASE, start), yaml(settings)])
+    return "\n".join([*plan.head(RELEASE, start, _unwritten(plan.workload.model, sequence)), yaml(settings)])
+
+
+def _unwritten(model: Model, sequence: int) -> list[str]:
+    notes = {}
+    if model.head_dim * model.num_attention_heads != model.hidden_size and model.position_embedding == "rotary":
+        notes["head_dim"] = "RoPE turns hidden_size / num_attention_heads dimensions"
+    if model.activation not in ACTIVATIONS:
+        notes["hidden_act"] = "silu here"
+    if len({model.qkv_bias, model.attention_output_bias, model.mlp_bias}) > 1:
+        notes |= dict.fromkeys(("qkv_bias", "attention_output_bias"), "one switch with mlp_bias")
+    if model.position_embedding == "learned" and model.max_position_embeddings != sequence:
+        notes["max_position_embeddings"] = "the sequence length here"
+    if model.rope_theta != round(model.rope_theta):
+        notes["rope_theta"] = "rounded"
+    return unwritten_fields(model, WRITTEN, notes)
 
 
 def _model(model: Model, sequence: int) -> dict[str, Any]:
@@ -58,10 +81,17 @@ def _model(model: Model, sequence: int) -> dict[str, Any]:
     attention |= {"attn_impl": "flash"}
     attention |= {"rope": True, "rope_theta": round(model.rope_theta)} if model.position_embedding == "rotary" else {}
     glu = "mptglu" if model.gated_mlp else "mptmlp"
+    feed_forward = {
+        "ffn_type": glu, "ffn_hidden_size": model.intermediate_size,
+        "ffn_act_fn": ACTIVATIONS.get(model.activation, ACTIVATIONS["silu"]),
+    }  # fmt: skip
     return {
         "name": "mpt_causal_lm", "init_device": "meta", "d_model": model.hidden_size, "n_heads": model.num_attention_heads,
-        "n_layers": model.num_hidden_layers, "max_seq_len": sequence, "vocab_size": model.vocab_size,
-        "no_bias": not model.mlp_bias, "norm_type": "rmsnorm" if model.norm == "rmsnorm" else "low_precision_layernorm",
+        "head_dim": model.head_dim, "n_layers": model.num_hidden_layers, "max_seq_len": sequence,
+        "vocab_size": model.vocab_size, "no_bias": not model.mlp_bias,
+        "norm_type": "rmsnorm" if model.norm == "rmsnorm" else "low_precision_layernorm", "norm_eps": model.norm_eps,
+        "init_config": {"name": "baseline_", "init_std": model.initializer_range},
+        "resid_pdrop": model.dropout, "emb_pdrop": model.dropout,
         "learned_pos_emb": model.position_embedding == "learned", "tie_word_embeddings": model.tie_word_embeddings,
-        "attn_config": attention, "ffn_config": {"ffn_type": glu, "ffn_hidden_size": model.intermediate_size},
+        "attn_config": attention, "ffn_config": feed_forward,
     }  # fmt: skip

@@ -6,7 +6,8 @@ from typing import Any
 
 from ultrascale.description.layout import NARROW, Layout
 from ultrascale.description.recomputed import is_modules, megatron_modules
-from ultrascale.plan.flags.written import LEARNING_RATE, LEAST_RATE, STEPS, YOURS, TrainerPlan, shell_array
+from ultrascale.plan.flags.megatron_model import WRITTEN, arguments, unwritten
+from ultrascale.plan.flags.written import LEARNING_RATE, LEAST_RATE, STEPS, YOURS, TrainerPlan, shell_array, unwritten_fields
 from ultrascale.plan.time.stages import chunk_layers_of
 from ultrascale.work.fp8_slots import is_delayed
 
@@ -22,60 +23,18 @@ def write(plan: TrainerPlan) -> str:
         "split": "99,1,0", "tokenizer-type": "HuggingFaceTokenizer", "tokenizer-model": "TOKENIZER",
         "save": "checkpoints", "save-interval": 500, "log-interval": 10, "eval-interval": 500, "eval-iters": 10,
     }  # fmt: skip
-    layout = plan.layout
-    lines = ["#!/usr/bin/env bash", *plan.head(RELEASE, "this script on every node, with NODE_RANK and MASTER_ADDR set")]
+    layout, workload = plan.layout, plan.workload
+    model = workload.model
+    start = "this script on every node, with NODE_RANK and MASTER_ADDR set"
+    lines = ["#!/usr/bin/env bash", *plan.head(RELEASE, start, unwritten_fields(model, WRITTEN, unwritten(model)))]
     if layout.tp > 1 or layout.cp > 1:
         lines.append("export CUDA_DEVICE_MAX_CONNECTIONS=1  # collectives of tp and cp start in the order they are launched")
-    lines += ["", *shell_array("PLAN", _model(plan) | _layout(plan)), "", f"# {YOURS}", *shell_array("YOURS", yours), ""]
+    words = arguments(model, workload.sequence_length, workload.stack.dispatcher) | _layout(plan)
+    mark = f"# {YOURS}; vocab_size = {model.vocab_size} is the tokenizer's"
+    lines += ["", *shell_array("PLAN", words), "", mark, *shell_array("YOURS", yours), ""]
     torchrun = f"torchrun --nnodes {plan.nodes} --nproc-per-node {plan.ranks_per_node}"
     where = '--node-rank "${NODE_RANK:-0}" --master-addr "${MASTER_ADDR:-localhost}" --master-port "${MASTER_PORT:-29500}"'
     return "\n".join([*lines, f"{torchrun} {where} \\", '  pretrain_gpt.py "${PLAN[@]}" "${YOURS[@]}"'])
-
-
-def _model(plan: TrainerPlan) -> dict[str, Any]:
-    model = plan.workload.model
-    words: dict[str, Any] = {
-        "num-layers": model.num_hidden_layers,
-        "hidden-size": model.hidden_size,
-        "ffn-hidden-size": model.intermediate_size,
-        "num-attention-heads": model.num_attention_heads,
-        "group-query-attention": model.num_key_value_heads != model.num_attention_heads and not model.latent_attention,
-        "num-query-groups": "" if model.latent_attention else model.num_key_value_heads,
-        "kv-channels": model.head_dim,
-        "seq-length": plan.workload.sequence_length,
-        "max-position-embeddings": model.max_position_embeddings,
-        "swiglu": model.gated_mlp and model.activation == "silu",
-        "attention-dropout": "0.0",  # Megatron's defaults are 0.1; ours has none on attention weights
-        "hidden-dropout": str(model.dropout),
-        "norm-epsilon": model.norm_eps,
-        "normalization": "RMSNorm" if model.norm == "rmsnorm" else "LayerNorm",
-        "position-embedding-type": "rope" if model.position_embedding == "rotary" else "learned_absolute",
-        "rotary-base": round(model.rope_theta) if model.position_embedding == "rotary" else "",
-        "untie-embeddings-and-output-weights": not model.tie_word_embeddings,
-        "disable-bias-linear": not model.mlp_bias,
-        "add-qkv-bias": model.qkv_bias and not model.mlp_bias,
-        "qk-layernorm": model.qk_norm,
-    }
-    if model.num_experts:
-        dispatcher = plan.workload.stack.dispatcher
-        dense, sparse = model.first_k_dense_replace, model.num_hidden_layers - model.first_k_dense_replace
-        words |= {
-            "num-experts": model.num_experts,
-            "moe-router-topk": model.num_experts_per_tok,
-            "moe-ffn-hidden-size": model.moe_intermediate_size,
-            "moe-shared-expert-intermediate-size": model.shared_expert_intermediate_size,
-            "moe-layer-freq": f"'([0]*{dense}+[1]*{sparse})'",
-            "moe-grouped-gemm": True,
-            "moe-token-dispatcher-type": "alltoall" if dispatcher == "alltoall" else "flex",
-            "moe-flex-dispatcher-backend": "" if dispatcher == "alltoall" else dispatcher,
-        }
-    if model.latent_attention:
-        words |= {
-            "multi-latent-attention": True, "q-lora-rank": model.q_lora_rank, "kv-lora-rank": model.kv_lora_rank,
-            "qk-head-dim": model.qk_nope_head_dim, "qk-pos-emb-head-dim": model.qk_rope_head_dim,
-            "v-head-dim": model.v_head_dim,
-        }  # fmt: skip
-    return words
 
 
 def _fp8_recipe(layout: Layout) -> str:
@@ -114,6 +73,7 @@ def _layout(plan: TrainerPlan) -> dict[str, Any]:
         "fp4-recipe": "nvfp4" if layout.precision == "nvfp4" else "",
         **_delayed(layout),
         "optimizer-cpu-offload": layout.offload_optimizer,
+        "use-precision-aware-optimizer": layout.offload_optimizer,  # which offloading requires; its dtypes are fp32 by default
     }
     if plan.workload.stack.optimizer == "adamw-bf16":
         words |= {"use-precision-aware-optimizer": True, "exp-avg-dtype": "bf16", "exp-avg-sq-dtype": "bf16"}

@@ -6,15 +6,29 @@ from typing import Any
 
 from ultrascale.description.architecture.model import Model
 from ultrascale.description.schedules import USUAL
-from ultrascale.plan.flags.written import LEARNING_RATE, LEAST_RATE, STEPS, TORCH_DTYPE, TrainerPlan, Yours, yaml
+from ultrascale.plan.flags.written import (
+    LEARNING_RATE,
+    LEAST_RATE,
+    STEPS,
+    TORCH_DTYPE,
+    TrainerPlan,
+    Yours,
+    unwritten_fields,
+    yaml,
+)
 
 RELEASE = "nanotron's main of 2025 (0.5)"
+WRITTEN = frozenset({
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "max_position_embeddings", "norm_eps", "hidden_act", "rope_theta", "tie_word_embeddings", "initializer_range",
+})  # fmt: skip
+"""Fields that its LlamaConfig has, except those of `_unwritten`."""
 
 
 def write(plan: TrainerPlan) -> str:
     """YAML for run_train.py."""
     start = f"torchrun --nnodes {plan.nodes} --nproc_per_node {plan.ranks_per_node} run_train.py --config-file THIS.yaml"
-    return "\n".join([*plan.head(RELEASE, start), yaml(_settings(plan))])
+    return "\n".join([*plan.head(RELEASE, start, _unwritten(plan.workload.model)), yaml(_settings(plan))])
 
 
 def _settings(plan: TrainerPlan) -> dict[str, Any]:
@@ -64,6 +78,14 @@ def _settings(plan: TrainerPlan) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _unwritten(model: Model) -> list[str]:
+    usual_head = model.head_dim * model.num_attention_heads == model.hidden_size
+    notes = {} if usual_head else {"head_dim": "hidden_size / num_attention_heads here"}
+    if not model.gated_mlp or model.activation == "swigluoai":
+        notes["hidden_act"] = "of a gate here" if not model.gated_mlp else "silu here"
+    return unwritten_fields(model, WRITTEN | {"head_dim"}, notes)
+
+
 def _model(model: Model) -> dict[str, Any]:
     """Its LlamaConfig; families for which it has another class need that class's own switch."""
     return {
@@ -72,6 +94,6 @@ def _model(model: Model) -> dict[str, Any]:
         "num_hidden_layers": model.num_hidden_layers, "num_attention_heads": model.num_attention_heads,
         "num_key_value_heads": model.num_key_value_heads, "max_position_embeddings": model.max_position_embeddings,
         "vocab_size": model.vocab_size, "tie_word_embeddings": model.tie_word_embeddings, "rope_theta": model.rope_theta,
-        "rms_norm_eps": model.norm_eps, "hidden_act": model.hidden_act or "silu",
+        "rms_norm_eps": model.norm_eps, "hidden_act": "silu" if model.activation == "swigluoai" else model.activation,
         "bos_token_id": Yours(1), "eos_token_id": Yours(2),
     }  # fmt: skip

@@ -2,24 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+from ultrascale.catalogue.models.model_presets import preset
 from ultrascale.description.architecture.model import Model
+from ultrascale.description.architecture.weights import weights
 from ultrascale.description.schedules import SCHEDULES
-from ultrascale.plan.flags.written import LEARNING_RATE, STEPS, TORCH_DTYPE, YOURS, TrainerPlan, Yours, plain, toml
+from ultrascale.plan.flags.written import (
+    LEARNING_RATE,
+    STEPS,
+    TORCH_DTYPE,
+    YOURS,
+    TrainerPlan,
+    Yours,
+    plain,
+    toml,
+    unwritten_fields,
+)
 
 RELEASE, PYTHON_RELEASE = "torchtitan 0.2.2", "torchtitan 0.3.0, which has no TOML any more"
 TORCHTITAN_CP = {"ring": "alltoall", "all-gather": "allgather"}
 FLAVORS = {
-    "llama3": {(2048, 16): "1B", (3072, 28): "3B", (4096, 32): "8B", (8192, 80): "70B", (16384, 126): "405B"},
-    "qwen3": {
-        (1024, 28): "0.6B", (2048, 28): "1.7B", (2560, 36): "4B", (4096, 36): "8B", (5120, 40): "14B", (5120, 64): "32B",
-        (2048, 48): "30B-A3B", (4096, 94): "235B-A22B",
-    },
-    "deepseek_v3": {(2048, 27): "16B", (5120, 60): "236B", (7168, 61): "671B"},
-    "gpt_oss": {(2880, 24): "20b", (2880, 36): "120b"},
-}  # fmt: skip
-"""Registered sizes of its models, by hidden size and layers (its models/*/__init__.py; 1B and 3B from 0.3 on)."""
+    "llama3": {"llama-3.1-8b": "8B", "llama-3.1-70b": "70B", "llama-3.1-405b": "405B"},
+    "qwen3": {f"qwen3-{size.lower()}": size for size in ("0.6B", "1.7B", "4B", "8B", "14B", "32B", "30B-A3B", "235B-A22B")},
+    "deepseek_v3": {"deepseek-v2-lite": "16B", "deepseek-v2": "236B", "deepseek-v3": "671B"},
+    "gpt_oss": {"gpt-oss-20b": "20b", "gpt-oss-120b": "120b"},
+}
+"""Registered sizes of its models (its models/*/__init__.py), by the preset of the same weights."""
+PYTHON_FLAVORS = {"llama-3.2-1b": "1B", "llama-3.2-3b": "3B"}
+"""Sizes of llama3 from 0.3 on."""
+WRITTEN = frozenset({"max_position_embeddings"})
+"""The sequence length takes its place; no registered model learns positions."""
 NO_FLAVOR = "SIZE_TO_REGISTER"
 NOT_IN_PYTHON = ("context_parallel_rotate_method", "expert_tensor_parallel_degree")
 ASSETS = "./assets/hf/TOKENIZER"
@@ -27,15 +42,18 @@ ASSETS = "./assets/hf/TOKENIZER"
 
 def write(plan: TrainerPlan) -> str:
     """TOML, with sections as in its job_config.py of 0.2.2."""
-    family, flavor = _flavor(plan.workload.model)
+    model = plan.workload.model
+    family, flavor, registered = _flavor(model, {})
     start = f"{_torchrun(plan)} --job.config_file THIS.toml"
-    head = [*plan.head(RELEASE, start, is_registered=flavor != NO_FLAVOR), *_unregistered(plan.workload.model, family, flavor)]
+    unwritten = unwritten_fields(model, WRITTEN, registered=registered)
+    head = [*plan.head(RELEASE, start, unwritten), *_unregistered(model, family, flavor)]
     return "\n".join([*head, "", toml(_sections(plan, family, flavor))])
 
 
 def write_python(plan: TrainerPlan) -> str:
     """A function for torchtitan/models/FAMILY/config_registry.py, by the names of 0.3.0."""
-    family, flavor = _flavor(plan.workload.model)
+    model = plan.workload.model
+    family, flavor, registered = _flavor(model, PYTHON_FLAVORS)
     sections = _sections(plan, family, flavor)
     training = {name: value for name, value in sections["training"].items() if name not in ("dataset",)}
     parallelism = {name: value for name, value in sections["parallelism"].items() if name not in NOT_IN_PYTHON}
@@ -46,9 +64,9 @@ def write_python(plan: TrainerPlan) -> str:
     converters = f", converters=[{narrow}.Config(model_compile_enabled=True)]" if narrow else ""
     start = f"{_torchrun(plan)} --module {family} --config planned"
     lines = [
-        *plan.head(PYTHON_RELEASE, start, is_registered=flavor != NO_FLAVOR),
+        *plan.head(PYTHON_RELEASE, start, unwritten_fields(model, WRITTEN, registered=registered)),
         f"# Append it to torchtitan/models/{family}/config_registry.py.",
-        *_unregistered(plan.workload.model, family, flavor),
+        *_unregistered(model, family, flavor),
         "from torchtitan.components.checkpoint import CheckpointManager",
         "from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss",
         "from torchtitan.components.optimizer import default_adamw, LRSchedulersContainer",
@@ -91,15 +109,37 @@ def _call(name: str, kind: str, values: dict[str, Any]) -> list[str]:
     return [f"        {name}={kind}(", *arguments, "        ),"]
 
 
-def _flavor(model: Model) -> tuple[str, str]:
-    """torchtitan's names of the family and the size."""
+def _flavor(model: Model, further: Mapping[str, str]) -> tuple[str, str, Model | None]:
+    """torchtitan's names of the family and the size, and the model that it has under them; `further`: more sizes of llama3."""
     if model.latent_attention:
         family = "deepseek_v3"
     elif model.attention_sinks:
         family = "gpt_oss"
     else:
         family = "qwen3" if model.qk_norm else "llama3"
-    return family, FLAVORS[family].get((model.hidden_size, model.num_hidden_layers), NO_FLAVOR)
+    for name, flavor in (FLAVORS[family] | dict(further if family == "llama3" else {})).items():
+        if _shapes(preset(name)) == _shapes(model):
+            return family, flavor, _registered(family, flavor, preset(name))
+    return family, NO_FLAVOR, None
+
+
+def _shapes(model: Model) -> list[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of the weights without multi-token prediction, which no registered model has."""
+    return [(weight.name, weight.shape) for weight in weights(replace(model, num_nextn_predict_layers=0))]
+
+
+def _registered(family: str, flavor: str, model: Model) -> Model:
+    """`model` as torchtitan has it: without multi-token prediction and balance losses; a bias balances the load of the families
+    whose optimizer updates it; one scaling of RoPE for all sizes of llama3."""
+    model = replace(model, num_nextn_predict_layers=0, router_aux_loss_coef=0.0, router_aux_loss_scope="sequence")
+    if family in ("deepseek_v3", "gpt_oss"):
+        model = replace(model, topk_method="noaux_tc", norm_eps=1e-5)
+    if family == "llama3":
+        model = replace(model, rope_scaling=preset("llama-3.1-8b").rope_scaling)
+    if family == "deepseek_v3" and model.rope_scaling is not None:
+        mscale = 0.7 if flavor == "16B" else 1.0
+        model = replace(model, rope_scaling=replace(model.rope_scaling, mscale=mscale, mscale_all_dim=mscale))
+    return replace(model, rope_theta=5e6) if flavor == "235B-A22B" else model
 
 
 def _unregistered(model: Model, family: str, flavor: str) -> list[str]:

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
 from typing import Any, NamedTuple
 
 from ultrascale.description.architecture.model import Model
+from ultrascale.description.architecture.rope_scaling import RopeScaling
 from ultrascale.description.layout import Layout
 from ultrascale.plan.memory.replay import num_micro_batches
 from ultrascale.plan.workload import Workload
 
 TORCH_DTYPE = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-UNWRITTEN = (
-    "norm_placement", "zero_centered_norm", "scale_embedding", "query_pre_attn_scalar", "rope_scaling", "rope_local_base_freq",
-    "sliding_window", "full_attention_interval", "attention_sinks", "qk_norm_whole",
-)  # fmt: skip
-"""Parts of `Model` that no file written here contains."""
+UNCOMPUTED = ("name", "model_type")
+"""Fields of `Model` that change nothing of what it computes."""
 YOURS = "yours: not the plan's"
 """Comment beside values that a plan does not decide."""
 STEPS = 1000
@@ -51,25 +49,51 @@ class TrainerPlan:
     def nodes(self) -> int:
         return -(-self.layout.world_size // self.ranks_per_node)
 
-    def head(self, release: str, start: str, *, is_registered: bool = False) -> list[str]:
+    def head(self, release: str, start: str, unwritten: Sequence[str]) -> list[str]:
         """Comment lines at the top of a file: the release that reads it, the plan, the start command, and the parts of the
-        model without a key in the file, unless the framework has the model by name (`is_registered`)."""
+        model that the file does not contain (`unwritten_fields`)."""
         workload = self.workload
         batch = f"{workload.sequences_per_batch:,} sequences of {workload.sequence_length:,} tokens a step"
+        named = f"# Not said below, and of this model: {', '.join(unwritten)}. Set it in the trainer's own model."
         return [
             f"# For {release}. {workload.model.name or 'the model'} on {workload.cluster.name}, {batch}.",
             f"# Start: {start}",
-            *([] if is_registered else _unwritten_fields(workload.model)),
+            *([named] if unwritten else []),
         ]
 
 
-def _unwritten_fields(model: Model) -> list[str]:
-    """Comment on the parts of a model without a key in frameworks' files."""
-    defaults = {field.name: field.default for field in fields(Model)}
-    unsaid = [f"{part} = {getattr(model, part)}" for part in UNWRITTEN if getattr(model, part) != defaults[part]]
-    if model.gated_mlp and model.activation != "silu":
-        unsaid.append(f"activation = {model.activation}")
-    return [f"# Not said below, and of this model: {', '.join(unsaid)}. Set it in the trainer's own model."] if unsaid else []
+def unwritten_fields(
+    model: Model, written: Collection[str], notes: Mapping[str, str] | None = None, registered: Model | None = None
+) -> list[str]:
+    """Parts of `model` that a file does not contain, as `field = value`: every field that is not in `written`, and differs
+    from that of the model which the trainer has by name (`registered`), or else from its default; sizes have none. Fields in
+    `notes` are named whatever their value, with what the trainer has instead."""
+    usual, notes = _computed(registered) if registered else _defaults(), notes or {}
+    return [
+        f"{name} = {_value(value)}" + (f" ({notes[name]})" if notes.get(name) else "")
+        for name, value in _computed(model).items()
+        if name in notes or (name not in written and value != usual.get(name))
+    ]
+
+
+def _computed(model: Model) -> dict[str, Any]:
+    """Fields that change what the model computes: those that are not read have their defaults."""
+    values = {f.name: getattr(model, f.name) for f in fields(Model) if f.name not in UNCOMPUTED}
+    values["hidden_act"] = model.activation
+    if not model.balance_loss_coef:
+        values |= {name: Model.__dataclass_fields__[name].default for name in ("router_aux_loss_coef", "router_aux_loss_scope")}
+    return values
+
+
+def _defaults() -> dict[str, Any]:
+    return {f.name: f.default for f in fields(Model) if f.default is not MISSING} | {"hidden_act": "silu"}
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, RopeScaling):
+        set_ = [f.name for f in fields(RopeScaling) if getattr(value, f.name) != f.default]
+        return "{" + ", ".join(f"{name} = {getattr(value, name)}" for name in set_) + "}"
+    return str(value)
 
 
 def toml(sections: Mapping[str, Mapping[str, Any]]) -> str:

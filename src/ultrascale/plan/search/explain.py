@@ -201,7 +201,7 @@ def _fastest(workload: Workload, pool: LayoutTable, current: Layout, constants: 
     rows = fastest_of_each_schedule(pool, seconds, prices.fits | np.full(len(pool), unlimited), PLAYED)
     layouts = [current, *(pool.layout(int(row)) for row in rows)]
     predictions = [predict(workload, layout, constants) for layout in layouts]
-    return min(predictions, key=lambda one: one.step_seconds if unlimited else expected_seconds(one)).step_seconds
+    return min(predictions, key=lambda each: each.step_seconds if unlimited else expected_seconds(each)).step_seconds
 
 
 def _with_memory(cluster: Cluster) -> Cluster:
