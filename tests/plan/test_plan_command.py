@@ -14,6 +14,8 @@ import pytest
 from ultrascale.cli.main import main
 from ultrascale.config.resolve import resolve
 from ultrascale.plan.columns.footprint import RETAINED_SHARE
+from ultrascale.schedules.build import build_schedule
+from ultrascale.schedules.kinds.custom import to_csv
 
 ISSUE = ["plan", "--model", "llama-3-8b", "--gpus", "64xh100", "--seq-len", "8192", "--tokens-per-batch", "4M"]
 
@@ -322,6 +324,9 @@ def test_a_rounded_batch_costs_no_speed(capsys) -> None:
         plans[tokens] = json.loads(capsys.readouterr().out)
     speed = {tokens: plan["time"]["tokens_per_second"] for tokens, plan in plans.items()}
     assert speed["4M"] >= 0.98 * speed["4Mi"] and plans["4M"]["sequences_per_batch"] == 480
+    fixed = ["--gpus", "384xh100", "--tokens-per-batch", "5M", "--schedule", "1f1b", "--pp", "8", "--json"]
+    assert main(["plan", "--model", "llama-3-70b", "--seq-len", "8192", *fixed]) == 0
+    assert json.loads(capsys.readouterr().out)["sequences_per_batch"] == 612  # 610.4 are asked for, and 1F1B needs no rounds
 
 
 def test_other_trainers_are_planned_without_document_masks_as_their_printed_settings_train(capsys) -> None:
@@ -383,6 +388,20 @@ def test_a_run_file_with_axes_is_planned_on_the_machines_that_are_named(tmp_path
     assert "--gpus\n    4 processes are not a multiple of tp = 4 x pp = 2" in capsys.readouterr().err
 
 
+def test_a_schedule_of_ones_own_is_planned_on_gpus(tmp_path, capsys) -> None:
+    schedule, run = tmp_path / "own.csv", tmp_path / "run.toml"
+    schedule.write_text(to_csv(build_schedule("1f1b", 2, 4)))
+    batch = "[batch]\nsequence_length = 4096\nsequences_per_batch = 16\n"
+    layout = f'[layout]\ndp = 4\npp = 2\nschedule = "{schedule}"\nprecision = "bf16"\n'
+    run.write_text(f'cluster = "8xh100"\n[model]\npreset = "llama-3.2-1b"\n{batch}{layout}')
+    assert main(["plan", str(run), "--json"]) == 0
+    own = json.loads(capsys.readouterr().out)
+    assert main(["plan", str(run), "--layout.schedule", "1f1b", "--json"]) == 0
+    known = json.loads(capsys.readouterr().out)
+    assert own["time"]["seconds_per_step"] == pytest.approx(known["time"]["seconds_per_step"], rel=0.01)
+    assert own["memory"]["needed_bytes"] == pytest.approx(known["memory"]["needed_bytes"], rel=0.01)
+
+
 def test_the_next_command_of_a_file_says_all_that_the_short_flags_changed(tmp_path, capsys) -> None:
     file = tmp_path / "run.toml"
     batch = "[batch]\nsequence_length = 8192\nsequences_per_batch = 64\n"
@@ -397,6 +416,9 @@ def test_the_next_command_of_a_file_says_all_that_the_short_flags_changed(tmp_pa
     again = resolve(str(file), words.split()[1:]).run
     assert (again.layout.dp, again.layout.tp, again.layout.recompute, again.layout.precision) == (8, 2, "full", "bf16")
     assert (again.batch.sequence_length, again.cluster) == (4096, "16xh100")
+    assert main(["plan", str(file), "--gpus", "8xh100", "--layout.dp", "4", "--precision", "bf16"]) == 0
+    words = capsys.readouterr().out.rpartition("ultrascale train ")[2].split()
+    assert words.count("--layout.dp") == 1 and resolve(str(file), words[1:]).run.layout.dp == 4
 
 
 @pytest.mark.parametrize(

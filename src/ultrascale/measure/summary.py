@@ -76,7 +76,7 @@ def summary_of(rows: Sequence[Mapping[str, Any]], memory: Mapping[str, Any], tim
         measured_peak_bytes=memory.get("measured_peak_bytes"),
         noise_scale_tokens=_last(rows, "train/noise_scale_tokens"),
         tokens_per_batch=_last(rows, "progress/tokens_per_batch"),
-        of_one_island=(_last(rows, "outer/islands") or 1) > 1,
+        of_one_island=max(_values(rows, "outer/islands"), default=1) > 1,
     )
 
 

@@ -27,9 +27,9 @@ from ultrascale.api.planning.plan_result import Comparison, Plan, Search
 from ultrascale.api.planning.run_of import (
     cluster_of,
     conditions,
+    fills_machines,
     has_flag,
     mask_default,
-    names_of_flags,
     overrides,
     run_defaults,
 )
@@ -151,8 +151,7 @@ def _wants_why(options: PlanOptions) -> bool:
 def _plan_of_file(request: PlanRequest, stack: Stack) -> Plan:
     """Plan the layout of a run's file."""
     options, settings = request.options, request.settings
-    gives_dp = options.dp is not None or "layout.dp" in names_of_flags(settings)
-    count = None if options.gpus is None or gives_dp else parse_cluster(options.gpus).num_accelerators
+    count = parse_cluster(options.gpus or "").num_accelerators if fills_machines(options, settings) else None
     words, defaults = [*overrides(options, {}), *settings], mask_default(options)
     run = resolve(options.file, words, defaults=defaults, processes=count, processes_flag="--gpus").run
     cluster = cluster_of(run)

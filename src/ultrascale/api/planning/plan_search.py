@@ -23,6 +23,7 @@ from ultrascale.description.architecture.model import Model
 from ultrascale.description.layout import Layout
 from ultrascale.description.problems import Problem, SpecError
 from ultrascale.description.run import Run
+from ultrascale.description.schedules import SCHEDULES
 from ultrascale.description.units import UnitError, divisors, parse_tokens
 from ultrascale.plan.flags.trainers import not_searched
 from ultrascale.plan.report import RunPlan, plan_run, prediction_json, workload_of
@@ -157,15 +158,16 @@ def _is_far(requested_tokens: str, run: Run) -> bool:
 
 def _nearer_batch(requested_tokens: str, run: Run, best: Prediction) -> int | None:
     """Number of sequences of the batch that is nearest to the request among those that the best layout's own ranks can share,
-    with a multiple of pp micro-batches (interleaved stages need it); None if it is hardly nearer than the batch that was
+    with a multiple of pp micro-batches where its schedule goes by rounds; None if it is hardly nearer than the batch that was
     searched, which more ranks can share."""
     length, now, layout = run.batch.sequence_length, run.batch.sequences_per_batch, best.layout
     wanted, shared = parse_tokens(requested_tokens), layout.dp * layout.micro_batch_size
-    for multiple in (shared * layout.pp, shared):
+    by_rounds = layout.pp > 1 and SCHEDULES[layout.schedule].in_rounds
+    for multiple in (shared * layout.pp, shared) if by_rounds else (shared,):
         with suppress(UnitError):
             nearest = sequences_for_tokens(requested_tokens, length, multiple=multiple)
-            gained = abs(now * length - wanted) - abs(nearest * length - wanted)
-            return nearest if gained > MIN_BATCH_GAIN * wanted else None
+            if abs(now * length - wanted) - abs(nearest * length - wanted) > MIN_BATCH_GAIN * wanted:
+                return nearest
     return None
 
 

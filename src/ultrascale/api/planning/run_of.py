@@ -46,12 +46,15 @@ def model_settings(model: str) -> dict[str, Any]:
 
 def overrides(options: PlanOptions, words: dict[str, Any]) -> list[str]:
     """The short flags as dotted flags, after `words`; with a run's file also its machines."""
-    if options.file is not None and options.gpus is not None:
-        words |= {"cluster": options.gpus}
-    if options.model is not None:
-        words |= model_settings(options.model)
-    words |= {key: value for flag, key in SHORT.items() if (value := getattr(options, flag)) is not None}
-    return as_flags(words)
+    machines = {"cluster": options.gpus} if options.file is not None and options.gpus is not None else {}
+    model = {} if options.model is None else model_settings(options.model)
+    short = {key: value for flag, key in SHORT.items() if (value := getattr(options, flag)) is not None}
+    return as_flags(words | machines | model | short)
+
+
+def fills_machines(options: PlanOptions, settings: tuple[str, ...]) -> bool:
+    """True if dp is what the other axes leave of the GPUs that are named for a run's file."""
+    return options.gpus is not None and options.dp is None and "layout.dp" not in names_of_flags(settings)
 
 
 def as_flags(words: dict[str, Any]) -> list[str]:

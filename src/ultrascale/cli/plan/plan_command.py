@@ -8,7 +8,7 @@ import sys
 from ultrascale.api.planning.plan import answer
 from ultrascale.api.planning.plan_request import PlanOptions, PlanRequest
 from ultrascale.api.planning.plan_result import Plan
-from ultrascale.api.planning.run_of import has_flag, overrides
+from ultrascale.api.planning.run_of import fills_machines, has_flag, overrides
 from ultrascale.catalogue.stacks.stack_files import changed_settings, stack_file
 from ultrascale.cli.terminal.parse import parse_with_overrides, take_settings
 from ultrascale.cli.terminal.screen import console_for_people, print_json, waiting
@@ -92,7 +92,7 @@ def _next_command(chosen: RunPlan, request: PlanRequest) -> str:
     if options.save is not None:
         return next_of_run(chosen, [options.save])
     if options.file is not None:
-        degree = ["--layout.dp", str(layout.dp)] if options.gpus is not None and options.dp is None else []
+        degree = ["--layout.dp", str(layout.dp)] if fills_machines(options, request.settings) else []
         return next_of_run(chosen, [options.file, *degree, *overrides(options, {}), *request.settings])
     open_words = [] if has_flag(request.words, "zero-stage") else ["--zero-stage", str(layout.zero_stage)]
     open_words += [] if has_flag(request.words, "recompute") else ["--recompute", layout.recompute]

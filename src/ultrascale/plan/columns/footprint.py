@@ -216,7 +216,8 @@ def live_limit(capacity_bytes: int, layout: Layout, *, joins_segments: bool) -> 
     """Bytes of live tensors up to which `layout` fits a device of `capacity_bytes`. As `Footprint.fits`, for callers with a
     peak but no columns, so without `plan.columns.rank_moments.late_bytes`."""
     for_zero, for_one = (float(reserved_bytes(np.asarray(live), joins_segments=joins_segments)) for live in (0.0, 1.0))
-    outside = float(outside_bytes(LayoutTable.of([layout]))[0])
+    by_name = layout if layout.known_schedule else replace(layout, schedule=Layout.schedule)  # which changes nothing outside
+    outside = float(outside_bytes(LayoutTable.of([by_name]))[0])
     return round(
         (capacity_bytes * (1 - MARGIN) - outside - RETAINED_SHARE * for_zero) / (1 + RETAINED_SHARE * (for_one - for_zero - 1))
     )

@@ -156,7 +156,8 @@ def predict(workload: Workload, layout: Layout, constants: Constants = CONSTANTS
         _priced(workload, table, stages, constants, adds_split_traffic=False, passes=passes).row(0), layout=layout
     )
     (share,) = _split_shares(table, np.array([prediction.num_micro_batches]))
-    return _with_simulated_pipeline(prediction, layout, seconds_of_chunks(workload, table, of_chunks), share)
+    chunks = seconds_of_chunks(workload, table, of_chunks)
+    return _with_simulated_pipeline(prediction, layout, chunks, share, pairs=bool(PAIRED[table.schedule[0]]))
 
 
 def predict_rows(workload: Workload, table: LayoutTable, constants: Constants = CONSTANTS) -> list[Prediction]:
@@ -170,9 +171,9 @@ def predict_rows(workload: Workload, table: LayoutTable, constants: Constants = 
         prediction
         if prediction.layout.pp == 1
         else _with_simulated_pipeline(
-            prediction, prediction.layout, stage_seconds(workload, prediction.layout, constants), share
+            prediction, prediction.layout, stage_seconds(workload, prediction.layout, constants), share, pairs=pairs
         )
-        for prediction, share in zip(predictions, shares, strict=True)
+        for prediction, share, pairs in zip(predictions, shares, PAIRED[table.schedule].tolist(), strict=True)
     ]
 
 
@@ -196,8 +197,9 @@ def _predict_file(workload: Workload, layout: Layout, constants: Constants) -> P
     stages = partition_stages(workload, table, layout.layers_per_stage)
     memory = stage_memory(workload, table, stages, schedule).row(0)
     return _with_simulated_pipeline(
-        replace(prediction, memory=memory), placed, stage_seconds(workload, layout, constants), split_share_of(schedule)
-    )
+        replace(prediction, memory=memory), placed, stage_seconds(workload, layout, constants), split_share_of(schedule),
+        pairs=any(len(action.parts) > 1 for row in schedule for action in row),
+    )  # fmt: skip
 
 
 def _placed_as(layout: Layout, schedule: Schedule) -> str:
@@ -214,9 +216,12 @@ def _placed_as(layout: Layout, schedule: Schedule) -> str:
     raise mistake("layout.schedule", rule, remedy)
 
 
-def _with_simulated_pipeline(prediction: Prediction, placed: Layout, seconds: StageSeconds, split_share: float) -> Prediction:
+def _with_simulated_pipeline(
+    prediction: Prediction, placed: Layout, seconds: StageSeconds, split_share: float, *, pairs: bool
+) -> Prediction:
     """`prediction` with bubble and sends from a simulation of the schedule's actions. `placed`: the layout with a known
-    schedule's name. `split_share`: fraction of backward passes that are split, which `prediction` counts as unsplit."""
+    schedule's name. `split_share`: fraction of backward passes that are split, which `prediction` counts as unsplit. `pairs`:
+    the schedule pairs passes."""
     layout, count = prediction.layout, prediction.num_micro_batches
     both = with_and_without_sends(seconds, layout.num_stages)
     silent, whole = long_step_seconds(layout.schedule, layout.pp, count, both, virtual_stages=layout.virtual_stages).tolist()
@@ -224,17 +229,17 @@ def _with_simulated_pipeline(prediction: Prediction, placed: Layout, seconds: St
     working = busiest_rank_seconds(placed, seconds, count, split_share)
     more = working - busiest_rank_seconds(placed, seconds, count, 0.0)
     parts["tensor_parallel"] += max(more, 0.0)
-    alone = silent
-    if (known := layout.known_schedule) and known.pairs:  # which hide the experts' traffic: what it adds is what is not hidden
-        computing = without_expert_parallel(seconds)
-        working = busiest_rank_seconds(placed, computing, count, split_share)
-        alone = float(long_step_seconds(layout.schedule, layout.pp, count, computing, virtual_stages=layout.virtual_stages)[0])
-        parts["expert_parallel"] = silent - alone
-        parts["compute"] += working - sum(
-            parts[name] for name in ("compute", "recompute", "tensor_parallel", "context_parallel")
-        )
     parts["pipeline_sends"] = whole - silent
-    parts["bubble"] = alone - working
+    parts["bubble"] = silent - working
+    if pairs:  # they hide the experts' traffic: what it adds to the step is exposed
+        alone = silent
+        if parts["expert_parallel"] > 0:
+            computing = without_expert_parallel(seconds)
+            (alone,) = long_step_seconds(layout.schedule, layout.pp, count, computing, virtual_stages=layout.virtual_stages)
+            parts["expert_parallel"] = max(silent - float(alone), 0.0)
+        idle = float(alone) - sum(parts[name] for name in ("compute", "recompute", "tensor_parallel", "context_parallel"))
+        parts["bubble"] = max(idle, 0.0)
+        parts["compute"] += min(idle, 0.0)  # of what overlaps slow down, which the simulation has not
     total, whole = _with_storage(prediction.workload, {name: np.asarray(part) for name, part in parts.items()})
     return replace(prediction, step_seconds=float(total), waterfall={name: float(part) for name, part in whole.items()})
 
