@@ -168,13 +168,23 @@ def test_a_server_that_cannot_listen_says_so_in_one_sentence(monkeypatch: pytest
             main()
 
 
+HEARS_CTRL_C = """
+import runpy, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background has it ignored
+runpy.run_module("ultrascale.islands.store", run_name="__main__")
+"""
+
+
 def test_ctrl_c_ends_a_server_without_a_traceback() -> None:
-    words = [sys.executable, "-m", "ultrascale.islands.store", "127.0.0.1", "0"]
+    words = [sys.executable, "-c", HEARS_CTRL_C, "127.0.0.1", "0"]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None
-        server.stdout.readline()
-        server.send_signal(signal.SIGINT)
-        assert (server.communicate(timeout=60)[1], server.returncode) == ("", 0)
+        try:
+            assert server.stdout is not None
+            server.stdout.readline()
+            server.send_signal(signal.SIGINT)
+            assert (server.communicate(timeout=200)[1], server.returncode) == ("", 0)
+        finally:
+            server.kill()  # else a server that goes on would be waited for without end
 
 
 def test_a_server_listens_where_it_is_told_and_one_that_has_ended_is_named() -> None:
