@@ -22,7 +22,7 @@ from ultrascale import console
 from ultrascale.api.schemas.stamp import stamped
 from ultrascale.cli.terminal.parse import parse_with_overrides
 from ultrascale.config.failures import explained, print_error
-from ultrascale.config.resolve import Resolved, resolve, to_toml
+from ultrascale.config.resolve import OF_CONFIG, Resolved, resolve, to_toml
 from ultrascale.config.rules.early import expect_processes
 from ultrascale.config.rules.time_limits import grace_seconds
 from ultrascale.config.train_defaults import train_defaults
@@ -147,8 +147,8 @@ def _train(
 def _weights_notes(resolved: Resolved, words: list[str]) -> list[str]:
     """A note if a new run reads its model from a folder with weights, which it does not begin from. A run that is kept in a
     store may have begun elsewhere, and gets none."""
-    read = "config.json of "
-    named = (origin.removeprefix(read) for origin in resolved.provenance.values() if origin.startswith(read))
+    origins = resolved.provenance.values()
+    named = (origin.removeprefix(OF_CONFIG) for origin in origins if origin.startswith(OF_CONFIG))
     folder = next((place if place.is_dir() else place.parent for place in map(Path, named)), None)
     run = resolved.run
     has_begun = any(Path(run.folder, run.name, "checkpoints").glob("step-*")) or run.checkpoint.store is not None

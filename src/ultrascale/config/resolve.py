@@ -41,6 +41,8 @@ _SECTIONS = {
 }  # fmt: skip
 _TRACKERS = {"wandb": Wandb, "mlflow": Mlflow, "trackio": Trackio, "tensorboard": Tensorboard}
 # A batch of "4M" tokens may be rounded by up to this fraction to a size that divides over the ranks.
+OF_CONFIG = "config.json of "
+"""Beginning of the origin of a value that a model's folder gives."""
 _WRITE_TOKENS = "Write 4M, 4Mi or 4194304."
 _BATCH_TOLERANCE = 0.1
 
@@ -186,7 +188,7 @@ def _entries_of_model(key: str, entry: Entry, problems: list[Problem]) -> dict[s
     except SpecError as error:
         problems += [replace(p, where=p.where or entry.origin) for p in error.problems]
         return unknown
-    origin = f"preset {model.name}" if key == "model.preset" else f"config.json of {value}"
+    origin = f"preset {model.name}" if key == "model.preset" else f"{OF_CONFIG}{value}"
     fields = asdict(model)
     scaling = fields.pop("rope_scaling") or {}
     entries = {f"model.{name}": Entry(field, origin) for name, field in fields.items()}

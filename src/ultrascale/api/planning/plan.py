@@ -152,7 +152,7 @@ def _plan_of_file(request: PlanRequest, stack: Stack) -> Plan:
     """Plan the layout of a run's file."""
     options, settings = request.options, request.settings
     count = parse_cluster(options.gpus or "").num_accelerators if fills_machines(options, settings) else None
-    words, defaults = [*overrides(options, {}), *settings], mask_default(options)
+    words, defaults = [*overrides(options), *settings], mask_default(options)
     run = resolve(options.file, words, defaults=defaults, processes=count, processes_flag="--gpus").run
     cluster = cluster_of(run)
     refuse_imbalance(options, run.model)
@@ -171,7 +171,7 @@ def _compared(request: PlanRequest) -> Plan:
     if options.dp_shard is not None and options.zero_stage is None:
         options = replace(options, zero_stage="1")  # the others are compared below; stage 0 shards nothing
     defaults = run_defaults(options, dp=parse_cluster(gpus).num_accelerators)
-    run = resolve(None, [*overrides(options, {"cluster": gpus}), *request.settings], defaults=defaults).run
+    run = resolve(None, [*overrides(options), *request.settings], defaults=defaults).run
     any_stage, any_way = not has_flag(request.words, "zero-stage"), not has_flag(request.words, "recompute")
     plans = alternatives(run, cluster_of(run), any_stage=any_stage, any_way=any_way)
     chosen = first_that_fits(plans) or min(plans, key=lambda candidate: candidate.peak_bytes)

@@ -11,7 +11,7 @@ from typing import Any
 
 from ultrascale.api.planning.plan_conflicts import refuse_imbalance
 from ultrascale.api.planning.plan_request import SHORT, PlanOptions, PlanRequest
-from ultrascale.api.planning.run_of import as_flags, conditions, model_settings, run_defaults
+from ultrascale.api.planning.run_of import conditions, overrides, run_defaults
 from ultrascale.catalogue.cluster import Cluster
 from ultrascale.catalogue.stacks.stack import Stack
 from ultrascale.config.layers import read_flags
@@ -255,10 +255,7 @@ def _described(
 ) -> tuple[Run, str | None]:
     """The run without its layout, and its tokens per batch as written. `dp` stands in for the layout, so that a batch such as
     4M becomes one that many ranks can share."""
-    assert options.model is not None
-    given = {key: value for flag, key in SHORT.items() if (value := getattr(options, flag)) is not None}
-    kept = {key: value for key, value in given.items() if not key.startswith("layout.")}  # a layout is searched
-    words = [*as_flags(model_settings(options.model) | {"cluster": options.gpus} | kept), *run_words]
+    words = [*overrides(options, of_layout=False), *run_words]  # a layout is searched
     defaults = run_defaults(options, dp=1) | {"layout.precision": base.precision}
     length = resolve(None, words, defaults=defaults).run.batch.sequence_length
     entry = read_flags(words, []).entries.get("batch.tokens_per_batch")

@@ -44,12 +44,12 @@ def model_settings(model: str) -> dict[str, Any]:
     return {"model.path": str(path)} if path.is_dir() or path.is_file() else {"model.preset": model}
 
 
-def overrides(options: PlanOptions, words: dict[str, Any]) -> list[str]:
-    """The short flags as dotted flags, after `words`; with a run's file also its machines."""
-    machines = {"cluster": options.gpus} if options.file is not None and options.gpus is not None else {}
+def overrides(options: PlanOptions, *, of_layout: bool = True) -> list[str]:
+    """The machines, the model and the short flags as dotted flags. `of_layout`: those of the layout too."""
+    machines = {} if options.gpus is None else {"cluster": options.gpus}
     model = {} if options.model is None else model_settings(options.model)
     short = {key: value for flag, key in SHORT.items() if (value := getattr(options, flag)) is not None}
-    return as_flags(words | machines | model | short)
+    return as_flags(machines | model | {key: short[key] for key in short if of_layout or not key.startswith("layout.")})
 
 
 def fills_machines(options: PlanOptions, settings: tuple[str, ...]) -> bool:

@@ -93,7 +93,7 @@ def _next_command(chosen: RunPlan, request: PlanRequest) -> str:
         return next_of_run(chosen, [options.save])
     if options.file is not None:
         degree = ["--layout.dp", str(layout.dp)] if fills_machines(options, request.settings) else []
-        return next_of_run(chosen, [options.file, *degree, *overrides(options, {}), *request.settings])
+        return next_of_run(chosen, [options.file, *degree, *overrides(options), *request.settings])
     open_words = [] if has_flag(request.words, "zero-stage") else ["--zero-stage", str(layout.zero_stage)]
     open_words += [] if has_flag(request.words, "recompute") else ["--recompute", layout.recompute]
     return " ".join([*words, *open_words, "--save run.toml"])
