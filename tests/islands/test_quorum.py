@@ -90,7 +90,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
     home, done = tmp_path_factory.mktemp("told"), {}
     make_corpus(home / "tokens")
 
-    def train_ranks(away: set[tuple[int, int]], like: Run) -> Run:
+    def train(away: set[tuple[int, int]], like: Run) -> Run:
         data = replace(like.data, sources=(Source(str(home / "tokens")),))
         run = replace(like, name="told", folder=str(home), data=data)
         asked = f"{sorted(away)} {run}"

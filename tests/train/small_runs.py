@@ -75,7 +75,7 @@ def train_here(run: Run, *, before_step: BeforeStep | None = None, rendezvous: s
 
 
 def train_ranks(run: Run, *, before_step: BeforeStep | None = None, **options: Any) -> list[dict[str, Any]]:
-    """Train on as many forked ranks as the run has, of all islands; each rank's outcome, or its error's class and text, as plain data."""
+    """Train on as many forked ranks as all islands of the run have; each rank's outcome, or its error's class and text."""
     return [outcomes[0] for outcomes in run_forked(run.num_processes, _train_rank, [(run, before_step)], options)]
 
 
