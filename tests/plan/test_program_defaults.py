@@ -98,6 +98,26 @@ def test_words_of_a_precision_are_known(word: str, gpu: str, precision: str):
     assert setup_of(config(precision=word, gpu=gpu)).layouts[0].precision == precision
 
 
+@pytest.mark.parametrize("word", ["bf16+fp8", "BF16 + FP8 (hybrid)", "float8 with bf16 attention", "fp32 sums, fp8 products"])
+def test_of_several_precisions_a_narrow_one_is_that_of_the_products(word: str):
+    assert setup_of(config(precision=word)).layouts[0].precision == "fp8"
+
+
+def test_a_setting_that_a_program_states_is_not_open_though_it_is_in_the_program_it_extends():
+    eager = program_of_row(config(framework="", stack="eager"))
+    assert eager.open_settings == () and eager.stacks[0].kernels.cross_entropy == "eager"
+    assert program_of_row(config(framework="Megatron-LM")).open_settings == ("kernels.cross_entropy",)
+
+
+@pytest.mark.parametrize(
+    ("framework", "stack"),
+    [("FlagScale", "megatron"), ("Primus", "megatron"), ("Primus (torchtitan)", "torchtitan"), ("HF Trainer", "transformers"),
+     ("Hugging Face Trainer with FSDP", "transformers"), ("nanotron (Hugging Face)", "nanotron")],
+)  # fmt: skip
+def test_programs_built_on_another_are_priced_as_it(framework: str, stack: str):
+    assert program_of_row(config(framework=framework)).stacks[0].name == stack
+
+
 def test_a_batch_of_no_whole_micro_batches_is_rounded_and_told():
     setup = setup_of(config(dp="12", n_gpus="12", micro_batch="4", global_batch="1538", grad_accum="32"))
     assert setup.workload.sequences_per_batch == 1536

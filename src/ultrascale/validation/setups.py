@@ -54,7 +54,7 @@ _PRECISIONS: dict[str, Precision] = {
     "bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16", "fp32": "fp32", "tf32": "fp32", "mxfp8": "mxfp8",
     "mx-fp8": "mxfp8", "fp4": "nvfp4", "fp8": "fp8", "float8": "fp8", "e4m3": "fp8", "float32": "fp32", "half": "fp16",
 }  # fmt: skip
-"""Words for precisions, and the precision used."""
+"""Words for precisions, and the precision used; of several, a narrow one is that of the products (`bf16+fp8`)."""
 _VAGUE = re.compile("mixed|amp|16")
 """Words for an unspecified 16-bit dtype: bf16, the usual one since 2022."""
 _ENDS = 2
@@ -222,7 +222,8 @@ def _precision(config: RunConfig, accelerator: Accelerator, assumed: list[str]) 
     if not text:
         assumed.append(f"precision {half}")
         return half
-    name = next((name for name in _PRECISIONS if name in text), None)
+    named = [name for name in _PRECISIONS if name in text]
+    name = next((name for name in named if _PRECISIONS[name] in NARROW), named[0] if named else None)
     if name is None and _VAGUE.search(text):
         name = half
         assumed.append(f"precision {config.precision!r} is {name}")
