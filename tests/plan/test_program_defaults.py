@@ -109,6 +109,14 @@ def test_a_setting_that_a_program_states_is_not_open_though_it_is_in_the_program
     assert program_of_row(config(framework="Megatron-LM")).open_settings == ("kernels.cross_entropy",)
 
 
+def test_how_tokens_travel_is_open_in_megatron_and_not_in_programs_that_have_one_way():
+    cells = {"kv_heads": "32", "experts": "64", "topk": "6", "expert_ffn": "1408"}
+    programs = {name: program_of_row(config(**cells, framework="", stack=name)) for name in ("megatron", "eager", "hai-llm")}
+    assert {stack.dispatcher for stack in programs["megatron"].stacks} == {"alltoall", "deepep"}
+    assert {stack.dispatcher for stack in programs["eager"].stacks} == {"alltoall"}
+    assert {stack.dispatcher for stack in programs["hai-llm"].stacks} == {"deepep"}
+
+
 @pytest.mark.parametrize(
     ("framework", "stack"),
     [("FlagScale", "megatron"), ("Primus", "megatron"), ("Primus (torchtitan)", "torchtitan"), ("HF Trainer", "transformers"),

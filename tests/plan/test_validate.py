@@ -358,7 +358,12 @@ def test_a_stack_that_one_source_alone_judges_is_left_out_with_it():
 
 def test_settings_are_columns(tmp_path: Path):
     moe = LLAMA | {"experts": "64", "topk": "6", "expert_ffn": "1408", "ep": "8", "stack": "megatron"}
-    rows = [moe, moe | {"stack.dispatcher": "deepep", "stack.cuda_graphs": "1"}, moe | {"stack.dispatcher": "pigeons"}]
+    cells = (
+        {"stack.dispatcher": "alltoall"},
+        {"stack.dispatcher": "deepep", "stack.cuda_graphs": "1"},
+        {"stack.dispatcher": "pigeons"},
+    )
+    rows = [moe | {"stack.cuda_graphs": ""} | more for more in cells]
     found = predict_rows([row.config for row in read_rows(write(tmp_path / "rows.csv", *rows))])
     assert found[0].step_seconds and found[1].step_seconds and found[1].step_seconds < found[0].step_seconds
     assert found[2].step_seconds is None and "stack.dispatcher must be one of alltoall, deepep, hybridep" in found[2].reason

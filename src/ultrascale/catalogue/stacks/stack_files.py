@@ -98,7 +98,7 @@ class Usual:
     flops: str = "model_full"
     """Convention by which the framework counts FLOPs (`validation.cells.flops_conventions`)."""
     settings: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Stack settings that differ between its runs, each with its values; one that an extending file states is not open there."""
+    """Stack settings that differ between its runs, each with its values; not open where an extending file states them."""
     settings_in: Mapping[str, Mapping[str, tuple[Any, ...]]] = field(default_factory=dict)
     """Settings that apply only to runs in one precision."""
 
