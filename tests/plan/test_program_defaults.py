@@ -98,6 +98,19 @@ def test_words_of_a_precision_are_known(word: str, gpu: str, precision: str):
     assert setup_of(config(precision=word, gpu=gpu)).layouts[0].precision == precision
 
 
+@pytest.mark.parametrize(
+    ("cells", "activations", "state"),
+    [
+        ({"offload": "parameters to the CPU"}, False, True), ({"offload": "ZeRO-Offload"}, False, True),
+        ({"offload": "optimizer"}, False, True), ({"zero_stage": "3-offload"}, False, True),
+        ({"offload": "activations of 40 layers to CPU"}, True, False), ({"offload": ""}, False, False),
+    ],
+)  # fmt: skip
+def test_words_for_what_the_host_keeps_are_known(cells: dict[str, str], activations: bool, state: bool):
+    layout = setup_of(config(**cells)).layouts[0]
+    assert (layout.offload_activations, layout.offload_optimizer) == (activations, state)
+
+
 @pytest.mark.parametrize("word", ["bf16+fp8", "BF16 + FP8 (hybrid)", "float8 with bf16 attention", "fp32 sums, fp8 products"])
 def test_of_several_precisions_a_narrow_one_is_that_of_the_products(word: str):
     assert setup_of(config(precision=word)).layouts[0].precision == "fp8"

@@ -57,6 +57,9 @@ _PRECISIONS: dict[str, Precision] = {
 """Words for precisions, and the precision used; of several, a narrow one is that of the products (`bf16+fp8`)."""
 _VAGUE = re.compile("mixed|amp|16")
 """Words for an unspecified 16-bit dtype: bf16, the usual one since 2022."""
+_OFFLOADED_STATE = re.compile("optim|param|weight|zero.?(?:offload|infinity)", re.IGNORECASE)
+"""Words for state that the host keeps and updates: FSDP's CPUOffload moves parameters, gradients and the update together,
+ZeRO-Offload the optimizer, ZeRO-Infinity both."""
 _ENDS = 2
 """Embedding and head, which may be separate pipeline stages (Megatron: 128 stages for 126 layers)."""
 _PLAIN = (schedule_for(1), schedule_for(2))
@@ -133,7 +136,7 @@ def _base_layout(config: RunConfig, model: Model, program: Program, assumed: lis
         cp_method=program.usual.cp_method,
         sequence_parallel=_sequence_parallel(config, program.usual, tp, assumed),
         offload_activations=bool(re.search("activation", config.offload, re.IGNORECASE)),
-        offload_optimizer=bool(re.search("optim", config.offload, re.IGNORECASE)),
+        offload_optimizer=bool(_OFFLOADED_STATE.search(config.offload) or re.search("offload", config.zero_stage, re.IGNORECASE)),
     )  # fmt: skip
 
 
@@ -422,7 +425,7 @@ def read_differently(config: RunConfig, model: Model, layout: Layout) -> Iterato
         and not (layout.offload_activations or layout.offload_optimizer)
         and config.offload.lower() not in _NOTHING
     ):
-        yield f"offload {config.offload!r} is not read: it names neither activations nor the optimizer"
+        yield f"offload {config.offload!r} is not read: it names neither activations nor state of the optimizer"
     if config.flops_def and config.flops_def not in (*CONVENTIONS, "unstated"):
         yield f"flops_def {config.flops_def!r} is not read: it is none of {', '.join(CONVENTIONS)}"
     if (match := re.fullmatch(r"hsdp\s*-?(\d+)", config.zero_stage.lower())) and layout.shard_size != int(match[1]):
