@@ -136,7 +136,7 @@ def _base_layout(config: RunConfig, model: Model, program: Program, assumed: lis
         cp_method=program.usual.cp_method,
         sequence_parallel=_sequence_parallel(config, program.usual, tp, assumed),
         offload_activations=bool(re.search("activation", config.offload, re.IGNORECASE)),
-        offload_optimizer=bool(_OFFLOADED_STATE.search(config.offload) or re.search("offload", config.zero_stage, re.IGNORECASE)),
+        offload_optimizer=bool(_OFFLOADED_STATE.search(config.offload)) or "offload" in config.zero_stage.lower(),
     )  # fmt: skip
 
 
