@@ -226,6 +226,16 @@ def test_torchtitan_of_2024_repeats_keys_and_sends_all_of_them_over_cp():
     assert sent["torchtitan-2024"] == [4 * num_bytes for num_bytes in sent["torchtitan"]] != []
 
 
+def test_a_model_known_by_name_has_its_norms_biases_and_windows_beside_stated_dimensions():
+    gemma = {"model": "Gemma-3-12B", "layers": "48", "hidden": "3840", "heads": "16", "kv_heads": "8", "ffn_hidden": "15360"}
+    named = setup_of(config(**gemma, head_dim="256", vocab="262208")).workload.model
+    assert (named.norm_placement, named.window(0), named.window(5)) == ("both", 1024, None)
+    olmo = {"model": "OLMo-2-7B", "layers": "32", "hidden": "4096", "heads": "32", "kv_heads": "32", "ffn_hidden": "11008"}
+    assert setup_of(config(**olmo)).workload.model.qk_norm_whole
+    assert not setup_of(config(**olmo | {"gated_mlp": "0"})).workload.model.qk_norm  # another model of that name
+    assert setup_of(config(**olmo | {"model": "Qwen2.5-7B"})).workload.model.qkv_bias is False  # of another width
+
+
 def test_gpt_oss_has_its_biases_and_sinks_in_rows_too():
     cells = {"model": "GPT-OSS-120B", "experts": "128", "topk": "4", "expert_ffn": "2880", "hidden": "2880", "heads": "64"}
     cells |= {"kv_heads": "8", "head_dim": "64", "layers": "36", "vocab": "201088", "attn_kind": "gqa-swa"}

@@ -370,7 +370,7 @@ RECOMPUTE_WORDS = {
     "selective": "selective", "op": "selective", "partial": "selective",
 }  # fmt: skip
 """Recomputation mode by the word in the column `recompute`; any other word is priced as selective."""
-MODULES_IN_PROSE = {"rmsnorm": "norm", "up-projection": "mla_up_proj", "swiglu": "moe_act"}
+MODULES_IN_PROSE = {"rmsnorm": "norm", "up-projection": "mla_up_proj", "swiglu": "moe_act", "act": "moe_act"}
 """Names of modules in `recompute_detail`, as papers write them."""
 
 
