@@ -59,10 +59,10 @@ def with_links(node: Node, text: str) -> tuple[Node, bool]:
     between: Link | None = None
     cards: int | None = None
     for clause in _clauses(text):
-        found = _rate(clause)
-        if found is None:
+        counted = _rate(clause)
+        if counted is None:
             continue
-        value, count = found
+        value, count = counted
         rate = Sourced(value, f"the row's interconnect: {text}", "the row's")
         if _INSIDE.search(clause):
             node = replace(node, intra_link=_inside(node, clause, rate))
