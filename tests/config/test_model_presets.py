@@ -102,6 +102,8 @@ def test_active_parameters_are_those_of_the_papers_but_for_the_embedding(name, a
         ("allenai/OLMoE-1B-7B-0924-Instruct", "olmoe-1b-7b"), ("deepseek-ai/DeepSeek-R1-0528", "deepseek-v3"),
         ("HuggingFaceTB/SmolLM3-3B-Base", "smollm3-3b"), ("mistralai/Mistral-Nemo-Instruct-2407", "mistral-nemo-12b"),
         ("GPT-3 13B", "gpt-3-13b"), ("MT-NLG 530B", "megatron-530b"), ("gpt2", "gpt2-small"),
+        ("GPT-2 XL", "gpt2-xl"), ("LLaMA-1-7B", "llama-2-7b"), ("Nemotron-15B", "nemotron-4-15b"),
+        ("DeepSeekV3", "deepseek-v3"),
     ],
 )  # fmt: skip
 def test_names_of_the_hub_are_read(told, name):

@@ -98,6 +98,47 @@ def test_words_of_a_precision_are_known(word: str, gpu: str, precision: str):
     assert setup_of(config(precision=word, gpu=gpu)).layouts[0].precision == precision
 
 
+@pytest.mark.parametrize(
+    ("cells", "activations", "state"),
+    [
+        ({"offload": "parameters to the CPU"}, False, True), ({"offload": "ZeRO-Offload"}, False, True),
+        ({"offload": "optimizer"}, False, True), ({"zero_stage": "3-offload"}, False, True),
+        ({"offload": "activations of 40 layers to CPU"}, True, False), ({"offload": ""}, False, False),
+    ],
+)  # fmt: skip
+def test_words_for_what_the_host_keeps_are_known(cells: dict[str, str], activations: bool, state: bool):
+    layout = setup_of(config(**cells)).layouts[0]
+    assert (layout.offload_activations, layout.offload_optimizer) == (activations, state)
+
+
+@pytest.mark.parametrize("word", ["bf16+fp8", "BF16 + FP8 (hybrid)", "float8 with bf16 attention", "fp32 sums, fp8 products"])
+def test_of_several_precisions_a_narrow_one_is_that_of_the_products(word: str):
+    assert setup_of(config(precision=word)).layouts[0].precision == "fp8"
+
+
+def test_a_setting_that_a_program_states_is_not_open_though_it_is_in_the_program_it_extends():
+    eager = program_of_row(config(framework="", stack="eager"))
+    assert eager.open_settings == () and eager.stacks[0].kernels.cross_entropy == "eager"
+    assert program_of_row(config(framework="Megatron-LM")).open_settings == ("kernels.cross_entropy",)
+
+
+def test_how_tokens_travel_is_open_in_megatron_and_not_in_programs_that_have_one_way():
+    cells = {"kv_heads": "32", "experts": "64", "topk": "6", "expert_ffn": "1408"}
+    programs = {name: program_of_row(config(**cells, framework="", stack=name)) for name in ("megatron", "eager", "hai-llm")}
+    assert {stack.dispatcher for stack in programs["megatron"].stacks} == {"alltoall", "deepep"}
+    assert {stack.dispatcher for stack in programs["eager"].stacks} == {"alltoall"}
+    assert {stack.dispatcher for stack in programs["hai-llm"].stacks} == {"deepep"}
+
+
+@pytest.mark.parametrize(
+    ("framework", "stack"),
+    [("FlagScale", "megatron"), ("Primus", "megatron"), ("Primus (torchtitan)", "torchtitan"), ("HF Trainer", "transformers"),
+     ("Hugging Face Trainer with FSDP", "transformers"), ("nanotron (Hugging Face)", "nanotron")],
+)  # fmt: skip
+def test_programs_built_on_another_are_priced_as_it(framework: str, stack: str):
+    assert program_of_row(config(framework=framework)).stacks[0].name == stack
+
+
 def test_a_batch_of_no_whole_micro_batches_is_rounded_and_told():
     setup = setup_of(config(dp="12", n_gpus="12", micro_batch="4", global_batch="1538", grad_accum="32"))
     assert setup.workload.sequences_per_batch == 1536
@@ -183,6 +224,16 @@ def test_torchtitan_of_2024_repeats_keys_and_sends_all_of_them_over_cp():
         sent[stack] = [one.num_bytes for op in ops for one in op.collectives if one.axis == "cp"]
         assert ("self_attn.k_rotated_repeat" in {op.name for op in ops}) is (stack == "torchtitan-2024")
     assert sent["torchtitan-2024"] == [4 * num_bytes for num_bytes in sent["torchtitan"]] != []
+
+
+def test_a_model_known_by_name_has_its_norms_biases_and_windows_beside_stated_dimensions():
+    gemma = {"model": "Gemma-3-12B", "layers": "48", "hidden": "3840", "heads": "16", "kv_heads": "8", "ffn_hidden": "15360"}
+    named = setup_of(config(**gemma, head_dim="256", vocab="262208")).workload.model
+    assert (named.norm_placement, named.window(0), named.window(5)) == ("both", 1024, None)
+    olmo = {"model": "OLMo-2-7B", "layers": "32", "hidden": "4096", "heads": "32", "kv_heads": "32", "ffn_hidden": "11008"}
+    assert setup_of(config(**olmo)).workload.model.qk_norm_whole
+    assert not setup_of(config(**olmo | {"gated_mlp": "0"})).workload.model.qk_norm  # another model of that name
+    assert setup_of(config(**olmo | {"model": "Qwen2.5-7B"})).workload.model.qkv_bias is False  # of another width
 
 
 def test_gpt_oss_has_its_biases_and_sinks_in_rows_too():

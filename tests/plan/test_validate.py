@@ -231,6 +231,14 @@ def test_blank_cells_follow_from_the_others_and_are_said():
         ("RoCE 200 Gb/s per server", 25, None, "RoCE"),
         ("3200 Gb/s InfiniBand", 400, None, "InfiniBand"),
         ("", 400, None, "InfiniBand"), ("InfiniBand between nodes", 400, None, "InfiniBand"),
+        ("InfiniBand, 200Gb/s", 200, None, "InfiniBand"), ("RoCE, 200 Gb/s per server", 25, None, "RoCE"),
+        ("NVLink and 800 Gb/s RDMA", 100, None, "network"), ("NVLink 4; InfiniBand 8x50 GB/s", 400, 8, "InfiniBand"),
+        ("InfiniBand HDR", 200, None, "InfiniBand"), ("InfiniBand HDR100", 100, None, "InfiniBand"),
+        ("ConnectX-6 HDR InfiniBand", 200, None, "InfiniBand"), ("NVSwitch; 8 HDR InfiniBand", 200, 8, "InfiniBand"),
+        ("Slingshot-11", 200, None, "Slingshot"), ("4 x Slingshot-10", 50, 4, "Slingshot"),
+        ("4 x 200Gb HDR", 100, 4, "InfiniBand"),
+        ("GPUDirect-TCPXO, a3-megagpu-8g", 200, None, "network"), ("AWS p5.48xlarge", 400, None, "EFA v2"),
+        ("p4d.24xlarge", 400, None, "InfiniBand"),  # not of H100
     ],
 )  # fmt: skip
 def test_networks_are_read_from_text(text: str, gbytes: float, cards: int | None, kind: str):
@@ -255,6 +263,18 @@ def test_a_measured_bus_rate_is_what_is_reached_and_not_derated_again(text: str,
     link = cluster.node.inter_link
     assert link is not None and link.bytes_per_second.value == nominal * 1e9
     assert fabric_of(cluster).node_bytes_per_second == reached * 1e9
+
+
+def test_links_in_a_node_keep_their_rate_where_a_text_states_that_of_the_network():
+    for text in ("NVLink and 800 Gb/s RDMA", "NVLink, InfiniBand, 200 Gb/s", "RoCE, a3-ultragpu-8g"):
+        link = cluster_of(config(interconnect=text), 64)[0].node.intra_link
+        assert link is not None and link.bytes_per_second.value == 450e9
+
+
+def test_machines_of_clouds_are_found_by_the_names_of_their_instances():
+    for text, name in (("RoCE, a3-ultragpu-8g", "gcp-a3-ultra"), ("EFA (p5en.48xlarge)", "aws-p5en"), ("EFA (p5)", "dgx-h200")):
+        assert cluster_of(config(gpu="H200", interconnect=text), 64)[0].node.name == name
+    assert cluster_of(config(gpu="B200", interconnect="", machine="a4-highgpu-8g"), 64)[0].node.name == "gcp-a4"
 
 
 def test_a_bus_rate_measured_inside_a_node_is_what_its_large_collectives_reach():
@@ -338,7 +358,12 @@ def test_a_stack_that_one_source_alone_judges_is_left_out_with_it():
 
 def test_settings_are_columns(tmp_path: Path):
     moe = LLAMA | {"experts": "64", "topk": "6", "expert_ffn": "1408", "ep": "8", "stack": "megatron"}
-    rows = [moe, moe | {"stack.dispatcher": "deepep", "stack.cuda_graphs": "1"}, moe | {"stack.dispatcher": "pigeons"}]
+    cells = (
+        {"stack.dispatcher": "alltoall"},
+        {"stack.dispatcher": "deepep", "stack.cuda_graphs": "1"},
+        {"stack.dispatcher": "pigeons"},
+    )
+    rows = [moe | {"stack.cuda_graphs": ""} | more for more in cells]
     found = predict_rows([row.config for row in read_rows(write(tmp_path / "rows.csv", *rows))])
     assert found[0].step_seconds and found[1].step_seconds and found[1].step_seconds < found[0].step_seconds
     assert found[2].step_seconds is None and "stack.dispatcher must be one of alltoall, deepep, hybridep" in found[2].reason

@@ -54,9 +54,12 @@ _PRECISIONS: dict[str, Precision] = {
     "bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16", "fp32": "fp32", "tf32": "fp32", "mxfp8": "mxfp8",
     "mx-fp8": "mxfp8", "fp4": "nvfp4", "fp8": "fp8", "float8": "fp8", "e4m3": "fp8", "float32": "fp32", "half": "fp16",
 }  # fmt: skip
-"""Words for precisions, and the precision used."""
+"""Words for precisions, and the precision used; of several, a narrow one is that of the products (`bf16+fp8`)."""
 _VAGUE = re.compile("mixed|amp|16")
 """Words for an unspecified 16-bit dtype: bf16, the usual one since 2022."""
+_OFFLOADED_STATE = re.compile("optim|param|weight|zero.?(?:offload|infinity)", re.IGNORECASE)
+"""Words for state that the host keeps and updates: FSDP's CPUOffload moves parameters, gradients and the update together,
+ZeRO-Offload the optimizer, ZeRO-Infinity both."""
 _ENDS = 2
 """Embedding and head, which may be separate pipeline stages (Megatron: 128 stages for 126 layers)."""
 _PLAIN = (schedule_for(1), schedule_for(2))
@@ -133,7 +136,7 @@ def _base_layout(config: RunConfig, model: Model, program: Program, assumed: lis
         cp_method=program.usual.cp_method,
         sequence_parallel=_sequence_parallel(config, program.usual, tp, assumed),
         offload_activations=bool(re.search("activation", config.offload, re.IGNORECASE)),
-        offload_optimizer=bool(re.search("optim", config.offload, re.IGNORECASE)),
+        offload_optimizer=bool(_OFFLOADED_STATE.search(config.offload)) or "offload" in config.zero_stage.lower(),
     )  # fmt: skip
 
 
@@ -222,7 +225,8 @@ def _precision(config: RunConfig, accelerator: Accelerator, assumed: list[str]) 
     if not text:
         assumed.append(f"precision {half}")
         return half
-    name = next((name for name in _PRECISIONS if name in text), None)
+    named = [name for name in _PRECISIONS if name in text]
+    name = next((name for name in named if _PRECISIONS[name] in NARROW), named[0] if named else None)
     if name is None and _VAGUE.search(text):
         name = half
         assumed.append(f"precision {config.precision!r} is {name}")
@@ -366,7 +370,7 @@ RECOMPUTE_WORDS = {
     "selective": "selective", "op": "selective", "partial": "selective",
 }  # fmt: skip
 """Recomputation mode by the word in the column `recompute`; any other word is priced as selective."""
-MODULES_IN_PROSE = {"rmsnorm": "norm", "up-projection": "mla_up_proj", "swiglu": "moe_act"}
+MODULES_IN_PROSE = {"rmsnorm": "norm", "up-projection": "mla_up_proj", "swiglu": "moe_act", "act": "moe_act"}
 """Names of modules in `recompute_detail`, as papers write them."""
 
 
@@ -421,7 +425,7 @@ def read_differently(config: RunConfig, model: Model, layout: Layout) -> Iterato
         and not (layout.offload_activations or layout.offload_optimizer)
         and config.offload.lower() not in _NOTHING
     ):
-        yield f"offload {config.offload!r} is not read: it names neither activations nor the optimizer"
+        yield f"offload {config.offload!r} is not read: it names neither activations nor state of the optimizer"
     if config.flops_def and config.flops_def not in (*CONVENTIONS, "unstated"):
         yield f"flops_def {config.flops_def!r} is not read: it is none of {', '.join(CONVENTIONS)}"
     if (match := re.fullmatch(r"hsdp\s*-?(\d+)", config.zero_stage.lower())) and layout.shard_size != int(match[1]):

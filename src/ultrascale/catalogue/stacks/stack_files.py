@@ -98,7 +98,7 @@ class Usual:
     flops: str = "model_full"
     """Convention by which the framework counts FLOPs (`validation.cells.flops_conventions`)."""
     settings: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Stack settings that differ between its runs, each with its values."""
+    """Stack settings that differ between its runs, each with its values; not open where an extending file states them."""
     settings_in: Mapping[str, Mapping[str, tuple[Any, ...]]] = field(default_factory=dict)
     """Settings that apply only to runs in one precision."""
 
@@ -142,6 +142,12 @@ def stack_file(name: str) -> StackFile:
     stack = with_settings(
         replace(base.stack, name=name) if base else Stack(name), {key: leaf["is"] for key, leaf in leaves.items()}
     )
+    inherited = base.usual if base else Usual()
+    stated = replace(
+        inherited,
+        settings=_without(inherited.settings, leaves),
+        settings_in={precision: _without(choices, leaves) for precision, choices in inherited.settings_in.items()},
+    )
     usual, can = dict(table.get("usual", {})), table.get("can")
     return StackFile(
         stack,
@@ -152,11 +158,16 @@ def stack_file(name: str) -> StackFile:
         base.depth + 1 if base else 0,
         table.get("writes", base.writes if base else name),
         tuple(table.get("judged_by", ())),
-        replace(base.usual if base else Usual(), **_tuples(usual)),
+        replace(stated, **_tuples(usual)),
         Abilities(**_tuples(can)) if can is not None else base.can if base else Abilities(),
         {**(base.sources if base else {}), **{key: leaf["from"] for key, leaf in leaves.items()}},
         {**(base.shared if base else {}), **{key: leaf["shared"] for key, leaf in leaves.items() if "shared" in leaf}},
     )
+
+
+def _without(choices: Mapping[str, tuple[Any, ...]], stated: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
+    """Open settings without those whose value a file states."""
+    return {key: values for key, values in choices.items() if key not in stated}
 
 
 @cache

@@ -5,6 +5,7 @@
     heads                 divisor of hidden with a head dimension nearest to 128, and a multiple of tp
     kv_heads              heads
     ffn_hidden            4 x hidden, or 8/3 x hidden up to a multiple of 256 if the MLP is gated
+    norms, biases, ...    those of the preset of that name, if it is as wide (`_STYLE`)
     vocab                 50304 (GPT-2's, padded), 32000 if the MLP is gated
     tied_embeddings       tied unless the MLP is gated
 
@@ -50,6 +51,14 @@ _PLAYBOOK = {
 }
 _PLAYBOOK_VOCAB, _PLAYBOOK_SEQUENCE = 131072, 4096
 _PLAYBOOK_TIES = ("1B", "3B")
+
+
+_STYLE = (
+    "norm", "norm_placement", "zero_centered_norm", "hidden_act", "position_embedding", "partial_rotary_factor", "qkv_bias",
+    "attention_output_bias", "mlp_bias", "qk_norm", "qk_norm_whole", "attention_sinks", "sliding_window",
+    "sliding_window_interval", "max_window_layers", "full_attention_interval",
+)  # fmt: skip
+"""Fields of a model known by its name that no column states."""
 
 
 class UnrepresentableError(ValueError):
@@ -113,8 +122,7 @@ def model_of(config: RunConfig, *, predicts_further: bool = False) -> tuple[Mode
         max_position_embeddings=max(config.seq_len or 2048, 1),
         name=config.model,
         tie_word_embeddings=_tied(config, shape, gated),
-        **_style(config, gated),
-        **_attention(config),
+        **(_style(config, gated) | _style_of(shape, gated) | _attention(config)),
         **_experts(config, shape, predicts_further, assumed),
     )  # fmt: skip
     if problems := model.problems():
@@ -215,6 +223,13 @@ def _style(config: RunConfig, gated: bool) -> dict:
     if config.experts and re.search(r"gpt-?oss", config.model, re.IGNORECASE):
         style |= GPT_OSS_PARTS
     return style
+
+
+def _style_of(preset: Model | None, gated: bool) -> dict:
+    """Fields of `_STYLE` of the model that the row's name means; none if its MLP is of another kind."""
+    if preset is None or preset.gated_mlp != gated:
+        return {}
+    return {name: getattr(preset, name) for name in _STYLE}
 
 
 def _attention(config: RunConfig) -> dict:

@@ -1,15 +1,17 @@
 """The cluster of a measured run: from the name of its GPU and the network cells of the row.
 
-The machine is given by the row's `machine`, else it is the usual one of its GPU (`catalogue.machines`); `network` names the
-type of network (`catalogue.network`), `interconnect` its links, such as `8x HDR 200 Gb/s per node; NVLink in node`; if blank,
-they are the machine's. A rack with one fast network inside (GB200 NVL72) counts as one node even if the row counts its trays of
-four: what matters is which ranks share the fast links.
+The machine is given by the row's `machine`, else by the first name of one in `interconnect` (p4d.24xlarge), else it is the
+usual one of its GPU (`catalogue.machines`); `network` names the type of network (`catalogue.network`), `interconnect` its
+links, such as `8x HDR 200 Gb/s per node; NVLink in node`; if blank, they are the machine's. A rack with one fast network inside
+(GB200 NVL72) counts as one node even if the row counts its trays of four: what matters is which ranks share the fast links.
 
-A clause of `interconnect` between commas gives one rate, inside a node (per GPU) or between nodes:
+A clause of `interconnect` between commas, semicolons or "and" gives one rate, inside a node (per GPU) or between nodes; a
+clause that only names a network (`InfiniBand, 200 Gb/s`) belongs to the next:
 
     per node, server, in total          of all cards together
     8x HDR 200 Gb/s, 200 Gb/s x 4       number of cards, and the rate of each
     per GPU, card, NIC; NDR 400 Gb/s    of one of the node's cards: InfiniBand and RoCE speeds are per card
+    InfiniBand HDR; Slingshot-11        of one of the node's cards: the speed that the name stands for
     EFA 3200 Gb/s; 800 Gb/s             of all together: clouds state the rate of a machine
     busbw 340 GB/s, measured            achieved by large collectives
     NVLink 900 GB/s                     both directions, if it is twice the link's rate in one
@@ -30,16 +32,24 @@ from ultrascale.validation.rows import RunConfig
 _WORDS = r"(?:(?:[EFHNX]DR|InfiniBand|IB|RoCE|EFA|Omni-?Path|OPA|Slingshot|ConnectX|CX|Ethernet|RDMA)[-\w]*\s+){0,3}"
 _RATE = re.compile(
     rf"(?:(?P<front>\d+)\s*[x\u00d7]\s*{_WORDS})?(?P<rate>\d+(?:\.\d+)?)\s*-?"
-    r"(?P<unit>[GT](?:b/s|bps|bit/s|bit|B/s|Bps|bE)?\b)(?:\s*[x\u00d7]\s*(?P<behind>\d+))?",
+    r"(?P<unit>[GT](?:b/s|bps|bit/s|bit|B/s|Bps|bE|(?-i:b))?\b)(?:\s*[x\u00d7]\s*(?P<behind>\d+))?",
     re.IGNORECASE,
 )
 _COUNTED = re.compile(rf"\b(?P<front>\d+)\s*[x\u00d7]\s*{_WORDS}(?P<rate>25|40|50|56|100|200|400|800)\b", re.IGNORECASE)
 """Number of cards with a rate without a unit, such as 4x400: gigabits, as cards are sold."""
+_NAMED = re.compile(
+    r"(?<![-\w])(?:(?P<front>\d+)\s*[x\u00d7]?\s*)?(?P<name>[EFHNX]DR|Slingshot)[- ]?(?P<rate>\d+)?\b", re.IGNORECASE
+)
+"""Name of a generation of cards, with its number: InfiniBand's is a speed (HDR100), Slingshot's a version."""
+_SPEEDS = {"fdr": 56, "edr": 100, "hdr": 200, "ndr": 400, "xdr": 800, "slingshot10": 100, "slingshot11": 200, "slingshot": 200}
+"""Gb/s of one port by name (InfiniBand Trade Association's roadmap; HPE Slingshot's datasheet)."""
+SLOWEST = 10
+"""Gigabits per second below which a number without a unit of time is no rate: `a3-ultragpu-8g` has eight GPUs."""
 _INSIDE = re.compile(r"intra-?node|in-?side|in node|within|nvlink|nvswitch|pcie", re.IGNORECASE)
 _MEASURED = re.compile(r"measured|achiev|bus-?\s?bw|bus (?:bandwidth|rate)|nccl-?tests", re.IGNORECASE)
 _OF_NODE = re.compile(r"per (?:node|server|machine|host|box)|/node|in total|aggregate|altogether", re.IGNORECASE)
 _OF_CARD = re.compile(r"per (?:gpu|accelerator|card|nic|hca|port|rail)|/(?:gpu|nic|card)", re.IGNORECASE)
-_CARD_SPEEDS = re.compile(r"\b(?:[EFHNX]DR|InfiniBand|IB|RoCE|ConnectX|CX-?\d)", re.IGNORECASE)
+_CARD_SPEEDS = re.compile(r"\b(?:[EFHNX]DR|InfiniBand|IB|RoCE|ConnectX|CX-?\d|Slingshot)", re.IGNORECASE)
 FASTEST_CARD = 100e9
 """Bytes per second, 800 Gb/s: a higher rate is a machine's."""
 
@@ -48,11 +58,12 @@ def with_links(node: Node, text: str) -> tuple[Node, bool]:
     """`node` with the links that `text` names, and true if it names the network between nodes."""
     between: Link | None = None
     cards: int | None = None
-    for clause in re.split(r"[;,]", re.sub(r"\bIB\b", "InfiniBand", re.sub(r"\([^)]*\)", "", text))):
-        match = _RATE.search(clause) or _COUNTED.search(clause)
-        if match is None:
+    for clause in _clauses(text):
+        counted = _rate(clause)
+        if counted is None:
             continue
-        rate = Sourced(_bytes_per_second(match), f"the row's interconnect: {text}", "the row's")
+        value, count = counted
+        rate = Sourced(value, f"the row's interconnect: {text}", "the row's")
         if _INSIDE.search(clause):
             node = replace(node, intra_link=_inside(node, clause, rate))
         elif _MEASURED.search(clause):
@@ -60,7 +71,6 @@ def with_links(node: Node, text: str) -> tuple[Node, bool]:
             nominal = rate if link is None or link.bytes_per_second.value < rate.value else link.bytes_per_second
             between = Link(link.name if link else clause.strip(), nominal, rate)
         else:
-            count = int(match["front"] or match.groupdict().get("behind") or 0)
             cards = count or None
             times = count or (_cards(node, clause) if _is_of_a_card(clause, rate.value) else 1)
             reached = between and between.achieved_bytes_per_second
@@ -68,6 +78,32 @@ def with_links(node: Node, text: str) -> tuple[Node, bool]:
     if between is None:
         return node, False
     return replace(node, inter_link=between, num_network_cards=cards), True
+
+
+def _clauses(text: str) -> list[str]:
+    """Clauses of a text without what is in brackets; a network named without a rate precedes the next clause."""
+    clauses, name = [], ""
+    for clause in re.split(r"[;,]|\band\b", re.sub(r"\bIB\b", "InfiniBand", re.sub(r"\([^)]*\)", "", text))):
+        if _rate(clause) is None and _CARD_SPEEDS.search(clause) and not _INSIDE.search(clause):
+            name = clause.strip()
+            continue
+        is_plain = not (_CARD_SPEEDS.search(clause) or _INSIDE.search(clause) or _MEASURED.search(clause))
+        clauses.append(f"{name} {clause}" if name and is_plain else clause)
+        name = ""
+    return clauses
+
+
+def _rate(clause: str) -> tuple[float, int] | None:
+    """Bytes per second that a clause states, and the number of cards it counts, 0 if none; None without a rate."""
+    for match in (*_RATE.finditer(clause), *_COUNTED.finditer(clause)):
+        if len(match.groupdict().get("unit") or "Gb") > 1 or float(match["rate"]) >= SLOWEST:
+            return _bytes_per_second(match), int(match["front"] or match.groupdict().get("behind") or 0)
+    match = _NAMED.search(clause)
+    if match is None:
+        return None
+    name, number = match["name"].lower(), int(match["rate"] or 0)
+    speed = _SPEEDS.get(f"{name}{number}", number) if name == "slingshot" and number else number or _SPEEDS[name]
+    return speed * 1e9 / 8, int(match["front"] or 0)
 
 
 def _bytes_per_second(match: re.Match[str]) -> float:
@@ -130,15 +166,21 @@ def _accelerator(config: RunConfig) -> tuple[str, tuple[str, ...]]:
 
 
 def _machine(config: RunConfig, accelerator: str) -> Node:
-    """The machine that the row names; else the usual one of its accelerator."""
+    """The machine that the row names, also within its interconnect; else the usual one of its accelerator."""
     if not config.machine:
-        return NODES[USUAL_NODE[accelerator]]
+        return NODES[_machine_in(config.interconnect, accelerator) or USUAL_NODE[accelerator]]
     name = ALIASES.get(config.machine, config.machine)
     if name not in NODES:
         raise UnrepresentableError(f"machine {config.machine!r} is not in the catalogue (`ultrascale show clusters`)")
     if NODES[name].accelerator.name != accelerator:
         raise UnrepresentableError(f"machine {name} has {NODES[name].accelerator.name}, gpu says {accelerator}")
     return NODES[name]
+
+
+def _machine_in(text: str, accelerator: str) -> str | None:
+    """First machine with this accelerator whose name is a word of a text."""
+    names = (ALIASES.get(word, word) for word in re.findall(r"[a-z0-9][\w.-]*\w", text.lower()))
+    return next((name for name in names if name in NODES and NODES[name].accelerator.name == accelerator), None)
 
 
 def _kind(network: str) -> str:
