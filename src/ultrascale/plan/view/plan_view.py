@@ -20,15 +20,16 @@ from ultrascale.plan.memory.replay import MemoryPlan
 from ultrascale.plan.report import DEFAULT_OPTIMIZER, RunPlan, first_that_fits, not_trainable, step_interval, workload_of
 from ultrascale.plan.view.cost import cost
 from ultrascale.plan.view.notes import notes
+from ultrascale.plan.view.state_words import state_words
 
 if TYPE_CHECKING:
     from ultrascale.plan.time.price import Prediction
 
 PARTS = {
-    "parameters": ("parameters", "blue", "{share}, {master}"),
-    "gathered": ("gathered weights", "cyan", "unsharded, while in use, {precision}"),
+    "parameters": ("parameters", "blue", ""),
+    "gathered": ("gathered weights", "cyan", ""),
     "gradients": ("gradients", "yellow", ""),
-    "optimizer": ("optimizer state", "magenta", "two moments, {master}"),
+    "optimizer": ("optimizer state", "magenta", ""),
     "activations": ("activations", "green", "of the forward pass"),
     "temporary": ("backward work", "bright_green", "gradients of activations"),
     "communication": ("buffers", "bright_cyan", "of collectives"),
@@ -246,7 +247,9 @@ def _stages(plan: RunPlan) -> str:
     workload = workload_of(plan.run, plan.cluster, plan.stack)
     chunks = chunk_layers_of(workload, layout.num_stages, layout.layers_per_stage)
     words = " ".join(map(str, chunks))
-    if len(chunks) > MOST_STAGES:
+    if len(chunks) > MOST_STAGES and len(set(chunks)) == 1:
+        words = f"{chunks[0]} in each of {len(chunks)}"
+    elif len(chunks) > MOST_STAGES:
         words = f"{min(chunks)} to {max(chunks)}, of the first {chunks[0]}, of the last {chunks[-1]}"
     return f"\nblocks of each stage: {words}"
 
@@ -319,16 +322,14 @@ def _reserve_text(plan: RunPlan) -> str:
 
 def _parts(plan: RunPlan, memory: MemoryPlan, parts: Mapping[str, int]) -> Table:
     """Table of the simulated memory at the peak, the parts of each category, and memory in addition to it."""
-    layout, peak = plan.run.layout, memory.peak
-    table = _parts_table(peak.phase, max(map(len, KINDS.values())) + 2)
-    share = "whole" if layout.shard_size == 1 else f"1/{layout.shard_size} of them"
+    table = _parts_table(memory.peak.phase, max(map(len, KINDS.values())) + 2)
+    words = state_words(plan.run.model, plan.run.layout, plan.stack)
     largest = max(parts.values())
     for category, num_bytes in parts.items():
         if not num_bytes:
             continue
         name, color, note = (PARTS | BESIDE)[category]
-        words = note.format(master=layout.master_dtype, precision=layout.precision, share=share)
-        table.add_row(name, format_bytes(num_bytes), _part_bar(num_bytes, largest, color), words)
+        table.add_row(name, format_bytes(num_bytes), _part_bar(num_bytes, largest, color), words.get(category, note))
         for label, part in _parts_of_category(memory, category):
             table.add_row(f"  {KINDS.get(label, label)}", format_bytes(part), style="dim")
     table.add_row("total", format_bytes(sum(parts.values())), style="bold")
