@@ -162,10 +162,12 @@ class Layout:
 
     @property
     def axes_words(self) -> str:
-        """Axes with a degree above 1, with the schedule of pp and the method of cp: `dp16 tp2 pp2 interleaved x4`; empty for
-        one rank."""
+        """Axes with a degree above 1, with the schedule of pp and the method of cp: `dp16 tp2 pp2 interleaved x4`, and `tp2
+        without sp` without sequence parallelism; empty for one rank."""
         names = {"dp": "dp", "tp": "tp", "cp": "cp", "pp": "pp", "ep": "ep", "expert_tp": "etp"}
         axes = [f"{short}{getattr(self, name)}" for name, short in names.items() if getattr(self, name) > 1]
+        if self.tp > 1 and not self.sequence_parallel:
+            axes.insert(axes.index(f"tp{self.tp}") + 1, "without sp")
         if self.pp > 1:
             axes.append(f"{self.schedule} x{self.virtual_stages}" if self.virtual_stages > 1 else self.schedule)
         if self.cp > 1:

@@ -78,10 +78,10 @@ BESIDE = {name: FOOTPRINT[name] for name in ("reserve", "outside")}
 TIMES = {
     "compute": ("compute", "green"),
     "recompute": ("recomputation", "bright_green"),
-    "tensor_parallel": ("tp traffic", "yellow"),
-    "context_parallel": ("cp traffic", "bright_yellow"),
-    "expert_parallel": ("ep traffic", "bright_magenta"),
-    "data_parallel": ("dp traffic", "magenta"),
+    "tensor_parallel": ("tp, exposed", "yellow"),
+    "context_parallel": ("cp, exposed", "bright_yellow"),
+    "expert_parallel": ("ep, exposed", "bright_magenta"),
+    "data_parallel": ("dp, exposed", "magenta"),
     "pipeline_sends": ("pipeline sends", "cyan"),
     "bubble": ("bubble", "red"),
     "optimizer": ("optimizer", "blue"),
@@ -257,6 +257,8 @@ def _stages(plan: RunPlan) -> str:
 def _parallelism_words(layout: Layout) -> str:
     """Parallelism of the model as text: `tp 8, pp 4 (interleaved, 2 stages a rank), `; empty for data parallelism alone."""
     words = [f"{name} {getattr(layout, name)}" for name in ("tp", "cp", "ep", "expert_tp") if getattr(layout, name) > 1]
+    if layout.tp > 1 and not layout.sequence_parallel:
+        words[0] += " without sequence parallelism"
     if layout.cp > 1:
         swap = layout.cp_grid[1]
         words.append(f"{layout.cp_method} attention{f' ({swap} ranks swap heads)' if 1 < swap < layout.cp else ''}")
