@@ -294,7 +294,7 @@ def _schedule(prediction: Prediction) -> dict[str, Any] | None:
     of = "" if count == prediction.num_micro_batches else f", {count} of the {prediction.num_micro_batches} micro-batches"
     about = timeline.to_json()
     return {
-        "title": f"{layout.schedule} on {layout.pp} ranks{of}: ranks wait {timeline.bubble_fraction:.1%} of what is drawn",
+        "title": f"{layout.schedule} on {layout.pp} ranks{of}: the bubble is {timeline.bubble_fraction:.1%} of what is drawn",
         **_number(timeline.step_seconds, format_seconds(timeline.step_seconds)),
         "ranks": [
             {"rank": row["rank"], "idle": f"{row['bubble_seconds'] / timeline.step_seconds:.1%}", "kept": row["in_flight"],
