@@ -9,6 +9,8 @@ import pytest
 import ultrascale as us
 from ultrascale.cli.main import main
 from ultrascale.description.architecture.weights import num_parameters
+from ultrascale.plan.memory.ledger import CATEGORIES
+from ultrascale.plan.view.plan_view import PARTS
 from ultrascale.plan.view.state_words import state_words
 
 SMALL = {"model": "llama-3.2-1b", "gpus": "8xh100", "seq_len": 1024, "recompute": "none"}
@@ -96,3 +98,21 @@ def test_many_equal_stages_are_said_once(capsys):
     ]
     assert main([*command, "--layout.virtual-stages", "16"]) == 0
     assert "blocks of each stage: 1 in each of 32" in capsys.readouterr().out
+
+
+def test_categories_have_the_names_of_a_trace_and_of_a_run_s_log():
+    assert {name: label for name, (label, *_) in PARTS.items()} == {name: name for name in CATEGORIES}
+
+
+def test_what_is_not_a_batch_is_not_called_one(capsys):
+    """Megatron keeps an unread gradient for every distinct shape of a linear layer: 435 MiB of GPT-3, said to be the batch."""
+    command = ["plan", "--model", "gpt-3-1.3b", "--gpus", "8xh100", "--dp", "8", "--stack", "megatron", "--zero-stage", "1"]
+    assert main([*command, "--recompute", "none"]) == 0
+    assert "gradients that nobody reads" in capsys.readouterr().out
+
+
+def test_checkpointed_inputs_count_as_residual_stream_at_the_peak_too(capsys):
+    command = ["plan", "--model", "llama-3.2-1b", "--gpus", "8xh100", "--dp", "8", "--zero-stage", "3", "--seq-len", "16k"]
+    assert main([*command, "--micro-batch-size", "4", "--recompute", "full"]) == 0
+    out = capsys.readouterr().out
+    assert "element-wise, residual" in out and "residual stream 256 MiB" in out

@@ -27,14 +27,15 @@ if TYPE_CHECKING:
 
 PARTS = {
     "parameters": ("parameters", "blue", ""),
-    "gathered": ("gathered weights", "cyan", ""),
+    "gathered": ("gathered", "cyan", ""),
     "gradients": ("gradients", "yellow", ""),
-    "optimizer": ("optimizer state", "magenta", ""),
+    "optimizer": ("optimizer", "magenta", ""),
     "activations": ("activations", "green", "of the forward pass"),
-    "temporary": ("backward work", "bright_green", "gradients of activations"),
-    "communication": ("buffers", "bright_cyan", "of collectives"),
-    "other": ("batch", "white", ""),
+    "temporary": ("temporary", "bright_green", "gradients of activations, work of an operation"),
+    "communication": ("communication", "bright_cyan", "buffers of collectives"),
+    "other": ("other", "white", "batch"),
 }
+"""Label, colour and note of each category. Labels are those of a trace, of a run's log and of the JSON."""
 KINDS = {
     "matmul": "matrix products",
     "elementwise": "element-wise",
@@ -64,10 +65,10 @@ LEAST_RATIO = 0.01
 SHOWN_SHARE = 0.0005
 """Fraction of the step below which parts are not drawn."""
 FOOTPRINT = {
-    "weights": ("weights", "blue", "and master copies"),
-    "gathered": ("gathered weights", "cyan", "unsharded, while in use"),
+    "weights": ("parameters", "blue", "and master copies"),
+    "gathered": ("gathered", "cyan", "unsharded, while in use"),
     "gradients": ("gradients", "yellow", ""),
-    "optimizer": ("optimizer state", "magenta", ""),
+    "optimizer": ("optimizer", "magenta", ""),
     "activations": ("activations", "green", "micro-batches in flight"),
     "buffers": ("buffers", "bright_cyan", "collectives, loss, batch"),
     "reserve": ("reserved", "white", "by the allocator, which cannot give it back"),
@@ -331,8 +332,10 @@ def _parts(plan: RunPlan, memory: MemoryPlan, parts: Mapping[str, int]) -> Table
         if not num_bytes:
             continue
         name, color, note = (PARTS | BESIDE)[category]
-        table.add_row(name, format_bytes(num_bytes), _part_bar(num_bytes, largest, color), words.get(category, note))
-        for label, part in _parts_of_category(memory, category):
+        inside = _parts_of_category(memory, category)
+        words_beside = "" if category == "other" and inside else words.get(category, note)
+        table.add_row(name, format_bytes(num_bytes), _part_bar(num_bytes, largest, color), words_beside)
+        for label, part in inside:
             table.add_row(f"  {KINDS.get(label, label)}", format_bytes(part), style="dim")
     table.add_row("total", format_bytes(sum(parts.values())), style="bold")
     return table
@@ -340,9 +343,10 @@ def _parts(plan: RunPlan, memory: MemoryPlan, parts: Mapping[str, int]) -> Table
 
 def _parts_of_category(memory: MemoryPlan, category: str) -> list[tuple[str, int]]:
     """Parts of a category, largest first, if there are several."""
-    if category not in ("activations", "temporary", "communication"):
+    if category not in ("activations", "temporary", "communication", "other"):
         return []
-    inside = [(label, n) for (c, label), n in memory.peak.by_label.items() if c == category and n >= 2**10]
+    names = {"elementwise": "element-wise, residual"} if category == "activations" else {}
+    inside = [(names.get(label, label), n) for (c, label), n in memory.peak.by_label.items() if c == category and n >= 2**10]
     return sorted(inside, key=lambda item: -item[1]) if len(inside) > 1 else []
 
 
