@@ -72,8 +72,8 @@ class Layout:
     """ZeRO stage: training state that is sharded over `dp_shard` ranks. 0: nothing; 1: optimizer state; 2: also gradients; 3:
     also parameters."""
     dp_shard: int | None = None
-    """Ranks that shard one copy of the training state; fewer than `dp` is hybrid sharding (HSDP). None: all of `dp`, or 1 for
-    stage 0."""
+    """Data-parallel ranks that shard one copy of the training state, each with its ranks of cp; fewer than `dp` is hybrid
+    sharding (HSDP). None: all of `dp`, or 1 for stage 0."""
     micro_batch_size: int = 1
     """Micro-batch size: sequences in one forward pass of a rank."""
     recompute: str = "none"
