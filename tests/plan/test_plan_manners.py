@@ -14,6 +14,7 @@ import pytest
 
 import ultrascale as us
 from ultrascale.api.planning.plan import answer
+from ultrascale.api.planning.run_of import ModelAndMachines, planned_run
 from ultrascale.api.schedule import Schedule
 from ultrascale.catalogue.models.model_presets import PRESETS
 from ultrascale.cli.main import main
@@ -263,3 +264,14 @@ def test_a_layout_without_sequence_parallelism_says_so_in_ranking_and_headline(c
     out = capsys.readouterr().out
     assert "dp4 tp2 without sp, ZeRO" in out and "tp 2 without sequence parallelism, bf16" in out
     assert main(words) == 0 and "without s" not in capsys.readouterr().out
+
+
+def test_on_processors_dp_is_what_the_other_axes_leave(capsys):
+    """`check --model tiny-llama-4m --gpus 2xcpu --tp 2` was 4 ranks that do not fit."""
+    described = ModelAndMachines("tiny-llama-4m", "4xcpu", 64, None)
+    for axis in ("tp", "cp", "pp"):
+        layout = planned_run(described, [f"--layout.{axis}", "2"], run=None, verb="check").layout
+        assert (layout.dp, getattr(layout, axis), layout.world_size) == (2, 2, 4)
+    words = ["plan", "--model", "tiny-llama-4m", "--gpus", "2xcpu", "--seq-len", "64"]
+    assert main([*words, "--layout.tp", "4"]) == 2 and "layout.tp\n    4 ranks do not fit on 2xcpu" in capsys.readouterr().err
+    assert main([*words, "--tp", "2"]) == 2 and "Fix it with --layout.tp 2, or" in capsys.readouterr().err
