@@ -410,11 +410,13 @@ def _product(meshes: Sequence[MeshShape], rows: NDArray[np.int64], rules: _Rules
 
 
 def modules_of_constraints(workload: Workload, constraints: Constraints) -> str:
-    """Names of the modules that all layouts of a search recompute, joined; empty if none are requested, or other values too."""
+    """Names of the modules that all layouts of a search recompute, joined; empty if none are requested, or other values too, or
+    some that the trainer does not recompute by name."""
     modes = constraints.get("recompute", ())
     if workload.stack.selective not in NAME_MODULES or len(modes) != 1 or not is_modules(modes[0]):
         return ""
-    return modules_name(modules_named(modes[0]))
+    named = modules_named(modes[0])
+    return modules_name(named) if named <= {*abilities(workload.stack).modules} else ""
 
 
 def _overlaps(rules: _Rules, mesh: MeshShape) -> list[bool]:
