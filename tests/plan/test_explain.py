@@ -17,7 +17,7 @@ from ultrascale.plan.search.explain import MORE_MEMORY_BYTES, binding, changes, 
 from ultrascale.plan.search.scaling import better_clusters
 from ultrascale.plan.search.search import SearchResult, search
 from ultrascale.plan.time.price import predict
-from ultrascale.plan.view.cost import cost
+from ultrascale.plan.costs.cost import cost
 from ultrascale.plan.view.search_view import MAX_FRONT, batch_words, layout_words, show_explanation, show_ranking
 from ultrascale.plan.workload import Workload
 

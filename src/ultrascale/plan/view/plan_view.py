@@ -18,7 +18,7 @@ from ultrascale.plan.costs.stops import SPARES_SUFFICE, Stops, stops
 from ultrascale.plan.islands import IslandsPlan
 from ultrascale.plan.memory.replay import MemoryPlan
 from ultrascale.plan.report import DEFAULT_OPTIMIZER, RunPlan, first_that_fits, not_trainable, step_interval, workload_of
-from ultrascale.plan.view.cost import cost
+from ultrascale.plan.costs.cost import cost
 from ultrascale.plan.view.notes import notes
 from ultrascale.plan.view.state_words import state_words
 

@@ -43,7 +43,7 @@ def state_words(model: Model, layout: Layout, stack: Stack) -> dict[str, str]:
 
 
 def _shards(model: Model, layout: Layout) -> str:
-    """How dp and cp share what ZeRO shards from stage 1 on; empty for a single replica on one rank."""
+    """Ranks of dp and cp that share what ZeRO shards from stage 1 on; empty for a single rank."""
     size, experts = layout.group("shard")[0], layout.expert_shard_size
     if size == 1:
         return _copies(layout)
