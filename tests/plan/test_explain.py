@@ -13,11 +13,11 @@ from ultrascale.catalogue.models.model_presets import preset
 from ultrascale.catalogue.stacks.stack_files import STACKS
 from ultrascale.description.layout import Layout
 from ultrascale.description.units import format_bytes, format_seconds
+from ultrascale.plan.costs.cost import cost
 from ultrascale.plan.search.explain import MORE_MEMORY_BYTES, binding, changes, is_bound, marginals, rungs
 from ultrascale.plan.search.scaling import better_clusters
 from ultrascale.plan.search.search import SearchResult, search
 from ultrascale.plan.time.price import predict
-from ultrascale.plan.costs.cost import cost
 from ultrascale.plan.view.search_view import MAX_FRONT, batch_words, layout_words, show_explanation, show_ranking
 from ultrascale.plan.workload import Workload
 

@@ -24,11 +24,11 @@ from ultrascale.page.step.roofline import operation_costs, peak_flops
 from ultrascale.page.step.sent import communication_per_step
 from ultrascale.plan.columns.footprint import Footprint
 from ultrascale.plan.costs.budget import usual_tokens
+from ultrascale.plan.costs.cost import cost
 from ultrascale.plan.flags.trainers import WRITERS, trainer_flags
 from ultrascale.plan.report import RunPlan, not_trainable, plan_run, step_interval, workload_of
 from ultrascale.plan.search.search import SearchResult
 from ultrascale.plan.time.price import Prediction
-from ultrascale.plan.costs.cost import cost
 from ultrascale.plan.view.notes import TIGHT_BYTES, notes
 from ultrascale.plan.view.plan_view import FOOTPRINT, TIMES
 from ultrascale.plan.view.search_view import layout_words

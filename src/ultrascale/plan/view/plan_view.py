@@ -14,11 +14,11 @@ from ultrascale.description.architecture.weights import num_parameters
 from ultrascale.description.layout import Layout
 from ultrascale.description.units import format_bytes, format_count, format_flops_per_second, format_seconds
 from ultrascale.plan.costs.budget import bought, parse_budget, usual_tokens
+from ultrascale.plan.costs.cost import cost
 from ultrascale.plan.costs.stops import SPARES_SUFFICE, Stops, stops
 from ultrascale.plan.islands import IslandsPlan
 from ultrascale.plan.memory.replay import MemoryPlan
 from ultrascale.plan.report import DEFAULT_OPTIMIZER, RunPlan, first_that_fits, not_trainable, step_interval, workload_of
-from ultrascale.plan.costs.cost import cost
 from ultrascale.plan.view.notes import notes
 from ultrascale.plan.view.state_words import state_words
 
