@@ -7,12 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from train import small_runs
-from train.small_runs import BeforeStep, small_run, state
+from train.small_runs import small_run, state, train_ranks
 
 from ultrascale.description.layout import Layout
 from ultrascale.description.run import Data, Optimizer, Run, Source
-from ultrascale.launch.forked import run_forked
 
 ONE = Layout(precision="fp64", micro_batch_size=1)
 
@@ -24,15 +22,9 @@ def run_of(home: Path, name: str, layout: Layout = ONE, **changes: Any) -> Run:
     return small_run(home, **({"name": name, "layout": layout, "data": data, "optimizer": optimizer} | changes))
 
 
-def train(run: Run, *, before_step: BeforeStep | None = None, **options: Any) -> list[dict[str, Any]]:
-    """Each rank's outcome, of all islands."""
-    ranks = run_forked(run.num_processes, small_runs._train_rank, [(run, before_step)], options)
-    return [outcomes[0] for outcomes in ranks]
-
-
 def trained(run: Run, **options: Any) -> dict[str, torch.Tensor]:
     """Train, and the state of the first island at the end."""
-    found = train(run, **options)
+    found = train_ranks(run, **options)
     assert not any("error" in one for one in found), found
     return state(run)
 

@@ -18,10 +18,10 @@ import psutil
 import pytest
 import torch
 from islands.apart import LONGEST_SECONDS, Started, start, until
-from islands.runs import ONE, island, run_of, train
+from islands.runs import ONE, island, run_of
 from islands.test_equalities import EXPERTS, TOLERANCE, by_hand
 from launch.families import launched
-from train.small_runs import MODEL, at_step, curve, largest_error, make_corpus, rows, same, state, train_here
+from train.small_runs import MODEL, at_step, curve, largest_error, make_corpus, rows, same, state, train_here, train_ranks
 
 from ultrascale.checkpoint import newest_valid
 from ultrascale.description.architecture.model import Model
@@ -110,7 +110,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
 
 def test_three_islands_started_apart_are_those_started_together(home: Path) -> None:
     together, alone = run_at(home, "together", replace(SETTINGS, quorum=0)), run_at(home, "alone")
-    assert not any("error" in one for one in train(together))
+    assert not any("error" in one for one in train_ranks(together))
     finished(start(alone, home))
     for number in range(3):
         assert same(state(island(alone, number) if number else alone), state(island(together, number) if number else together))

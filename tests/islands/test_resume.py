@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from islands.runs import ONE, island, run_of, train, trained, weights
-from train.small_runs import at_step, curve, make_corpus, rows, same, state
+from islands.runs import ONE, island, run_of, trained, weights
+from train.small_runs import at_step, curve, make_corpus, rows, same, state, train_ranks
 
 from ultrascale.description.layout import Layout
 from ultrascale.description.run import Batch, Checkpoint
@@ -41,7 +41,7 @@ def test_a_run_that_was_stopped_ends_with_the_same_bits(home: Path, step: int, d
     calm, stopped = (run_of(home, name, of, islands=settings, batch=Batch(11, 12)) for name in names)
     if not (home / calm.name).exists():
         trained(calm)
-    outcomes = train(stopped, before_step=at_step(step, lambda trainer: os.kill(os.getpid(), signal.SIGTERM)))
+    outcomes = train_ranks(stopped, before_step=at_step(step, lambda trainer: os.kill(os.getpid(), signal.SIGTERM)))
     assert [one["steps_done"] for one in outcomes] == [step] * stopped.num_processes
     assert same(trained(stopped), state(calm))
     assert same(state(island(stopped, 1)), state(island(calm, 1)))
@@ -52,7 +52,7 @@ def test_a_run_that_was_stopped_ends_with_the_same_bits(home: Path, step: int, d
 def test_an_island_that_leaves_stops_the_others_at_their_next_outer_step(home: Path) -> None:
     settings = Islands(2, every_steps=4)
     calm, left = run_of(home, "calm-of-4", islands=settings), run_of(home, "left", islands=settings)
-    outcomes = train(left, before_step=at_step(6, end_one))
+    outcomes = train_ranks(left, before_step=at_step(6, end_one))
     assert [(one["steps_done"], one["stopped"]) for one in outcomes] == [(8, True), (6, True)]
     assert same(trained(left), trained(calm))
 

@@ -149,10 +149,9 @@ def kill_on_a_full_disk(folder: Path) -> None:
 @pytest.mark.nightly
 @pytest.mark.catalogue(33)
 def test_a_command_starts_its_ranks_again_although_its_temporary_folder_is_full(tmp_path, monkeypatch):
-    (small := tmp_path / "small-disk").mkdir()
+    (small := tmp_path / "tmp").mkdir()  # where `launched` has a command's temporary files
     make_corpus(tmp_path / "tokens")
-    for name, value in (("HOME", tmp_path), ("TMPDIR", small)):
-        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("HOME", str(tmp_path))
     call = f"from launch.test_heartbeat import *; kill_on_a_full_disk(Path({str(small)!r}))"
     if (told := on_a_tiny_disk(small, call, seconds=2 * PATIENCE)) is None:
         pytest.skip("no file system may be mounted here")

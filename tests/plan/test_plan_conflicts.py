@@ -34,6 +34,8 @@ def run_file(tmp_path) -> Path:
         (["--zero-stage", "5"], "layout.zero_stage"),
         (["--precision", "fp8", "--gpus", "64xa100"], "has no fp8"),
         (["--precision", "fp9"], "layout.precision"),
+        (["--cluster", "8xh100"], "names the machines, and so does --gpus"),
+        (["--save", ""], "is empty: a path of no letters"),
         (["--save", "/nowhere/run.toml"], "the folder /nowhere is not there"),
         (["--svg", "/nowhere/a.svg", "--perfetto", "/nowhere/a.json"], "2 mistakes"),
         (["--micro-batch-size", "5000", "--tokens-per-batch", "4M"], "5000 is more than the batch of 512 sequences"),

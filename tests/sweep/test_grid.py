@@ -42,6 +42,7 @@ def test_commas_make_axes_of_settings_that_have_one_value(words, axes, others):
         (["--layout.dp", "1,,2"], "empty value"),
         (["--layout.dp", "1,"], "empty value"),
         (["--layout.dp", "2,2"], "twice"),
+        (["--layout.tp", "1,x"], "must be a whole number, is x"),
         (["--batch.tokens-per-batch", "4,096"], "commas are between values here, not between thousands"),
         (["--name", "a,b"], "cannot be swept"),
         (["--layout.dp", "1,2", "--layout.dp=4,8"], "given twice"),

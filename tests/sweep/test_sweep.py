@@ -67,7 +67,7 @@ def test_a_table_for_people_and_a_list_of_what_would_be_measured(run, tmp_path, 
     words = ["sweep", f"{run.folder}/run.toml", "--layout.recompute", "none,full", "--steps", "1", "--warm", "1"]
     words += ["--out", str(tmp_path)]
     assert main([*words, "--list"]) == 0
-    assert "2 cells, 0 refused, 0 measured before" in capfd.readouterr().out
+    assert re.search(r"2 cells, 0 refused, 0 measured before; in .*\n\nfiles\n", capfd.readouterr().out)
     assert len([*tmp_path.glob("cells/*/run.toml")]) == 2
     assert main(words) == 0
     told = capfd.readouterr().out
@@ -87,6 +87,7 @@ def test_a_table_for_people_and_a_list_of_what_would_be_measured(run, tmp_path, 
         (["sweep", "RUN", "--minutes", "nan"], "--minutes"),
         (["sweep", "RUN", "--layout.depth", "1,2"], "layout.depth"),
         (["sweep", "RUN", "--out", "RUN"], "is a file"),
+        (["sweep", "RUN", "--out", "", "--list"], "is empty: a path of no letters"),
     ],
 )
 def test_mistakes_end_with_2_and_say_what_to_do(words, told, run, capfd):

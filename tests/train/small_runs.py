@@ -75,8 +75,8 @@ def train_here(run: Run, *, before_step: BeforeStep | None = None, rendezvous: s
 
 
 def train_ranks(run: Run, *, before_step: BeforeStep | None = None, **options: Any) -> list[dict[str, Any]]:
-    """Train on as many forked ranks as the layout has; each rank's outcome, or its error's class and text, as plain data."""
-    return [outcomes[0] for outcomes in run_forked(run.layout.world_size, _train_rank, [(run, before_step)], options)]
+    """Train on as many forked ranks as all islands of the run have; each rank's outcome, or its error's class and text."""
+    return [outcomes[0] for outcomes in run_forked(run.num_processes, _train_rank, [(run, before_step)], options)]
 
 
 def train_in_turn(trainings: Sequence[tuple[Run, BeforeStep | None]]) -> list[dict[str, Any]]:

@@ -7,9 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from train.small_runs import STEPS, rows, small_run, stop_at, train_here
+from train.small_runs import STEPS, rows, small_run, stop_at, train_here, train_ranks
 
 from ultrascale.description.run import Checkpoint, Log
+from ultrascale.description.sections.islands import Islands
 from ultrascale.measure.machine.ceilings import Peak
 from ultrascale.run_rows import metric_line
 from ultrascale.train.folder.run_folder import RunFolder
@@ -36,6 +37,18 @@ def test_metrics_have_the_names_people_know_and_speed_once_memory_is_counted(hom
     assert all(keys == ALWAYS | SPEED for keys in found[2:])
     report = json.loads((home / "small" / "memory.json").read_text())
     assert report["planned_timeline"] and report["measured_timeline"]
+
+
+@pytest.mark.parametrize(
+    "islands", [Islands(), Islands(count=2, every_steps=1), Islands(count=2, every_steps=2, overlap_steps=1)]
+)
+def test_what_saves_and_islands_copy_to_the_host_is_not_memory_of_the_device(home, islands):
+    """They copy between steps, and on a CPU to the memory that is counted."""
+    log, checkpoint = Log(memory_steps=4), Checkpoint(every_steps=1, asynchronous=True, export=False)
+    run = small_run(home, steps=6, log=log, checkpoint=checkpoint, islands=islands)
+    assert all("error" not in outcome for outcome in train_ranks(run))
+    report = json.loads((home / "small" / "memory.json").read_text())
+    assert abs(report["difference_percent"]) < 0.5
 
 
 def test_speeds_agree_with_each_other(home):

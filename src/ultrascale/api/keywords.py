@@ -88,6 +88,8 @@ def as_kind(value: Any, kind: Any, key: str, problems: list[Problem]) -> Any:
     if get_origin(plain) is tuple:
         parts = value if isinstance(value, list | tuple) else (value,)
         return tuple(as_kind(part, get_args(plain)[0], key, problems) for part in parts)
+    if plain is Path and value == "":
+        return at.wrong("is empty: a path of no letters", "Name a file or folder; . is the current one.")
     if plain is Path:
         return Path(value) if isinstance(value, str | PathLike) else at.wrong(f"must be a path, is {value!r}", "Give text.")
     if plain is str and not isinstance(value, str):

@@ -141,7 +141,7 @@ def _fit(run: Run, nodes: int, ranks: int, wanted: int) -> list[Problem]:
     axes = " x ".join(f"{key} {size}" for key, size in sizes.items() if size > 1) or "dp 1"
     nodes_text = f"{count_of(nodes, 'node')} of {ranks} ranks" if ranks > 1 else count_of(nodes, "node")
     whose = f"the layout ({axes}) wants" if wanted == layout.world_size else f"{run.islands.count} islands of it ({axes}) want"
-    rule = f"{nodes_text} are {count_of(have, 'rank')}, and {whose} {wanted:,}"
+    rule = f"{nodes_text} {'is' if nodes == 1 else 'are'} {count_of(have, 'rank')}, and {whose} {wanted:,}"
     other_ranks = prod(size for key, size in sizes.items() if key != "dp") * (wanted // layout.world_size)
     ways = []
     if wanted % ranks == 0:

@@ -9,7 +9,7 @@ from math import prod
 from typing import get_origin
 
 from ultrascale.config.resolve import resolve, to_toml
-from ultrascale.config.schema import STAND_INS, leaves
+from ultrascale.config.schema import STAND_INS, ValueContext, convert, leaves
 from ultrascale.description.problems import Problem, SpecError, mistake
 from ultrascale.description.run import Run
 from ultrascale.plan.memory.replay import num_micro_batches
@@ -50,7 +50,7 @@ class SweepCell:
 def split_axes(words: Sequence[str]) -> tuple[list[Axis], list[str]]:
     """Settings with several comma-separated values among a command line's `words`, and all other words.
 
-    Raises SpecError for an empty or repeated value, a setting given twice, or one that cannot be swept.
+    Raises SpecError for a wrong, empty or repeated value, a setting given twice, or one that cannot be swept.
     """
     axes: dict[str, Axis] = {}
     other_words: list[str] = []
@@ -116,6 +116,11 @@ def _axis(key: str, value: str) -> Axis:
     if any(part.isdigit() and part != str(int(part)) for part in values):
         rule = f"reads as the values {' and '.join(values)}: commas are between values here, not between thousands"
         raise mistake(flag, rule, f"Write {value.replace(',', '_')} for one number.")
+    problems: list[Problem] = []
+    for part in values:  # what is no value of the setting is a slip, not a cell that is refused
+        convert(part, leaves()[key].kind if key in leaves() else STAND_INS[key], ValueContext(key, "flag", True, problems))
+    if problems:
+        raise SpecError(problems)
     return Axis(key, values)
 
 

@@ -29,6 +29,8 @@ def refuse_conflicts(request: PlanRequest) -> None:
     options = request.options
     problems = [*_contradictions(options), *_files(options), *_tokens(options.tokens), *_conditions(options)]
     problems += budget_problems(options.budget)
+    if options.gpus is not None and _is_given("cluster", request.words):
+        problems.append(Problem("--cluster", "names the machines, and so does --gpus", "Keep one of the two."))
     if options.top < 1:
         problems.append(Problem("--top", f"must be at least 1, is {options.top}", "10 is usual."))
     if options.file is not None:
@@ -129,7 +131,9 @@ def _files(options: PlanOptions) -> list[Problem]:
         if getattr(options, name) is None:
             continue
         path = Path(getattr(options, name))
-        if path.exists() and path.suffix != drawn:
+        if not getattr(options, name):
+            problems.append(Problem(f"--{name}", "is empty: a path of no letters", "Name a file."))
+        elif path.exists() and path.suffix != drawn:
             problems.append(Problem(f"--{name}", f"{path} is there already", "Name another file, or remove it."))
         elif not path.parent.is_dir():
             problems.append(Problem(f"--{name}", f"the folder {path.parent} is not there", f"mkdir -p {path.parent}"))

@@ -89,7 +89,8 @@ def _show(sweep: Sweep, top: int, html: Path | None) -> None:
         console.print(_table(sweep.axes, measured[:top]))
         if len(measured) > top:
             console.print(f"and {len(measured) - top:,} slower ones; --top lists more")
-    for line in (*_plan_error_lines(sweep.held), *_failure_lines(sweep.grid.cells, sweep.grid.places)):
+    lines = [*_plan_error_lines(sweep.held), *_failure_lines(sweep.grid.cells, sweep.grid.places)]
+    for line in ("", *lines) if lines else ():
         console.print(line, soft_wrap=True, markup=False)
     console.print("\nfiles")
     for file in (sweep.table, *sweep.pictures, *([html] if html is not None else [])):
@@ -120,7 +121,6 @@ def _table(axes: Sequence[Axis], measured: Sequence[MeasuredCell]):
 
 def _plan_error_lines(scores: Held) -> Iterator[str]:
     """Lines with the error of the plan."""
-    yield ""
     for name, error in (("memory", scores.memory), ("reserved", scores.reserved), ("step time", scores.time)):
         if error is not None:
             typical, most = f"{error.median_absolute:.1%} off at the median", f"nine in ten within {error.p90_absolute:.1%}"

@@ -111,8 +111,7 @@ def rank_activations(
     offloads = table.offload_activations > 0
     on_device = np.where(offloads, 0.0, 1.0)
 
-    sizes = [[activation.num_bytes for op in shared_work(model, shape) for activation in op.makes] for shape in shapes]
-    shared = np.array(list(map(sum, sizes)), dtype=float)[shape_of]
+    shared = np.array([_shared_bytes(model, shape) for shape in shapes], dtype=float)[shape_of]
     # Multi-token prediction goes through the same head, and its loss comes first: what it saves is there beside the other's.
     columns = np.concatenate([
         on_device * blocks.saved, blocks.waits, blocks.forward_peak - blocks.saved, blocks.backward_peak - blocks.saved,
@@ -257,6 +256,14 @@ def _pipeline(
     used, places = _types(workload.model, table.modes, every, kept)
     few = enough_micro_batches(name, pp, count)
     return PipelineShape(name, pp, virtual, few, chunks, places, len(used), bool(workload.model.num_experts)), used
+
+
+def _shared_bytes(model: Model, shape: Shape) -> int:
+    """Bytes that a micro-batch's blocks share and hold for their backward passes: not a mask that attention only reads."""
+    ops, layers = shared_work(model, shape), kinds_of_layers(model)[0]
+    has_mask = any(op.name != "angles" for op in ops)
+    saved = {name for layer in layers for op in block_work(model, layer, shape) for name in op.saves} if has_mask else set()
+    return sum(made.num_bytes for op in ops for made in op.makes if op.name == "angles" or made.name in saved)
 
 
 @lru_cache(maxsize=1024)

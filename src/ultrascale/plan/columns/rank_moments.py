@@ -177,7 +177,7 @@ def _fsdp(
     to_shard = others_dense * (1 - 1 / n) + others_experts * (1 - 1 / expert_shard)
     masters = MASTERS[table.precision]
     summed_in = np.minimum(masters, masters / 4 * workload.stack.gradient_bytes)
-    kept = np.where(scatters & workload.stack.keeps_reduced & (r != summed_in), r, 0.0)
+    kept = np.where(scatters & workload.stack.keeps_reduced & (r != summed_in), summed_in, 0.0)
     scattered = np.where(state.lone_experts > 0, 0.0, 1.0)
     summed_at_first = state.gradients - np.where(whole_sums & is_sharded, wide * to_shard / held_stages, 0.0)
     return _Fsdp(
