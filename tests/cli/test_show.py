@@ -101,3 +101,17 @@ def test_a_schedule_from_a_file_must_be_there_and_suit_the_run(path, tmp_path, c
     file.write_text(to_csv(build_schedule("1f1b", 2, 4)))
     assert command([*words, str(file)]) == 0
     assert "layout.schedule" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("word", "key"),
+    [
+        ("zigzag", "layout.cp_method"), ("ring attention", "layout.cp_method"), ("ulysses", "layout.cp_method"),
+        ("fsdp", "layout.zero_stage"), ("gradient accumulation", "layout.micro_batch_size"), ("bubble", "layout.schedule"),
+        ("mixed", "layout.precision"), ("gqa", "model.num_key_value_heads"), ("hsdp", "layout.dp_shard"),
+        ("bucket", "layout.layers_per_bucket"), ("checkpointing", "layout.recompute"), ("flash", "layout.attention"),
+    ],
+)  # fmt: skip
+def test_the_playbook_s_words_find_their_key(word, key, capsys):
+    assert command(["keys", word]) == 0
+    assert any(line.startswith(f"{key}  ") for line in capsys.readouterr().out.splitlines())

@@ -59,7 +59,7 @@ def test_a_person_sees_both_and_what_each_rank_waits(capsys, monkeypatch):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("1f1b, 2 ranks on ") and lines.index("executed") - lines.index(lines[2]) == 4
     assert [line.split()[0] for line in lines if line.startswith("rank ")] == ["rank"] * 5
-    assert any(line.startswith("ranks wait ") and line.endswith("% as executed.") for line in lines)
+    assert any(line.startswith("the bubble is ") and line.endswith("% as executed.") for line in lines)
 
 
 @pytest.mark.parametrize(

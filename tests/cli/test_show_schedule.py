@@ -26,7 +26,7 @@ def test_a_schedule_is_drawn_with_what_each_rank_waits_and_keeps(capsys):
     rows = [line.split() for line in lines if line.startswith("   ") and line.strip()[:1].isdigit()]
     assert rows[0] == ["0", "0", "24", "9", "27.3%", "4"]
     assert [row[-1] for row in rows] == ["4", "3", "2", "1"]
-    assert "A step takes 33; ranks wait 27.3% of it." in lines
+    assert "A step takes 33; the bubble is 27.3% of it, 37.5% of the time that ranks compute." in lines
 
 
 def test_all_schedules_are_compared_for_one_rank_s_work(capsys):

@@ -10,6 +10,8 @@ from ultrascale.description.units import (
     format_flops_per_second,
     format_seconds,
     parse_bytes,
+    parse_count,
+    parse_length,
     parse_tokens,
 )
 
@@ -30,6 +32,15 @@ def test_tokens_are_read_as_people_write_them(text, value):
 )
 def test_bytes_are_read_as_people_write_them(text, value):
     assert parse_bytes(text) == value
+
+
+@pytest.mark.parametrize("text", ["1024,2048", "1,2", "1,2M", "12,3456", ",512", "1,000,00"])
+def test_commas_that_are_not_between_thousands_are_refused(text):
+    """As lists are written: `--seq-len 1024,2048` was 10,242,048 tokens, and `--seq-len 1,2` a plan of 12."""
+    for parse in (parse_tokens, parse_length, parse_count, parse_bytes):
+        with pytest.raises(UnitError, match="with commas between thousands only"):
+            parse(text)
+    assert parse_length("8,192") == 8192 and parse_tokens("1,048,576") == 2**20
 
 
 @pytest.mark.parametrize("text", ["20G", "20gib", "-5", "0.5B", "", "4M"])

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+from itertools import combinations
 
 import pytest
 
 from ultrascale.cli.main import main
+from ultrascale.page.pictures import _roofline
 
 ASKED = ["plan", "--model", "gpt2", "--seq-len", "1024", "--gpus", "8xh100", "--tokens-per-batch", "64k"]
 
@@ -39,3 +41,26 @@ def test_without_matplotlib_what_to_install_is_said(tmp_path, capsys, monkeypatc
 def test_where_no_times_are_known_nothing_is_drawn(tmp_path, capsys):
     assert main(["plan", "--model", "gpt2", "--gpus", "2xcpu", "--png", str(tmp_path / "charts")]) == 2
     assert "--png" in capsys.readouterr().err
+
+
+def test_no_two_names_of_the_roofline_overlap_or_are_the_same():
+    """Of Llama 3 8B `q_proj, o_proj` was written into `gate_proj, up_proj, down_proj`; an expert's products have other names
+    than the shared expert's."""
+    pytest.importorskip("matplotlib")
+    known = {"kind": "matrix products", "seconds": 1.0}
+    spots = [("k_proj", 680, 568e12), ("q_proj", 1365, 617e12), ("o_proj", 1365, 617e12), ("core", 1640, 240e12)]
+    spots += [(f"mlp.{name}_proj", 1790, 618e12) for name in ("gate", "up", "down")] + [("experts.up_proj", 2020, 610e12)]
+    rows = [known | {"name": f"layer.{name}", "intensity": x, "rate": y} for name, x, y in spots]
+    roofline = {
+        "device": "a GPU",
+        "rows": rows,
+        "peak": {"value": 989e12, "text": ""},
+        "bandwidth": {"value": 3e12, "text": ""},
+    }
+    figure = _roofline({"title": {"model": "", "machine": "", "layout": ""}}, roofline)
+    figure.draw_without_rendering()
+    names = figure.axes[0].texts
+    of_mlp, of_experts = "gate_proj, mlp.up_proj, down_proj", "experts.up_proj"
+    assert [name.get_text() for name in names] == ["k_proj", "q_proj, o_proj", "core", of_mlp, of_experts]
+    boxes = [name.get_window_extent() for name in names]
+    assert not any(box.overlaps(other) for box, other in combinations(boxes, 2))

@@ -45,8 +45,8 @@ def test_every_pass_is_one_box_of_the_picture_with_its_number_and_its_times():
     assert len(titles) == passes == len(list(boxes(timeline)))
     assert "forward of micro-batch 0, stage 0, 0 to 1" in titles
     texts = [element.text or "" for element in picture.iter(f"{SVG}text")]
-    assert texts[0] == "a < b" and texts[1].startswith(f"step {timeline.step_seconds:g} units, ranks wait")
-    assert {"forward", "backward", "input gradient", "weight gradient", "waiting"} <= set(texts)
+    assert texts[0] == "a < b" and texts[1].startswith(f"step {timeline.step_seconds:g} units, the bubble is")
+    assert {"forward", "backward", "input gradient", "weight gradient", "bubble"} <= set(texts)
 
 
 def test_the_picture_is_to_scale(timeline):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import replace
 
 import pytest
@@ -12,11 +13,11 @@ from ultrascale.catalogue.models.model_presets import preset
 from ultrascale.catalogue.stacks.stack_files import STACKS
 from ultrascale.description.layout import Layout
 from ultrascale.description.units import format_bytes, format_seconds
-from ultrascale.plan.search.explain import MORE_MEMORY_BYTES, binding, changes, marginals, rungs
+from ultrascale.plan.costs.cost import cost
+from ultrascale.plan.search.explain import MORE_MEMORY_BYTES, binding, changes, is_bound, marginals, rungs
 from ultrascale.plan.search.scaling import better_clusters
 from ultrascale.plan.search.search import SearchResult, search
 from ultrascale.plan.time.price import predict
-from ultrascale.plan.view.cost import cost
 from ultrascale.plan.view.search_view import MAX_FRONT, batch_words, layout_words, show_explanation, show_ranking
 from ultrascale.plan.workload import Workload
 
@@ -48,6 +49,20 @@ def test_a_rung_needs_what_its_smallest_layout_needs(result: SearchResult) -> No
         )
     )
     assert plain.least_bytes == pytest.approx(smallest)
+
+
+def test_a_rung_of_which_only_the_training_state_is_known_says_over(result: SearchResult) -> None:
+    """Plain data parallelism of 70B was said to need at least 1.03 TiB, 16 bytes a parameter, where its plan says 1.2."""
+    ladder = rungs(result)
+    plain = ladder[0]
+    needed = predict(result.workload, Layout(dp=64, precision="bf16")).memory.needed
+    assert is_bound(plain, result) and float(needed) > 1.1 * plain.least_bytes
+    assert not is_bound(ladder[-1], result)
+    console = Console(width=200, record=True, file=io.StringIO())
+    show_explanation(result, [], [], console)
+    rows = [line.split() for line in console.export_text().splitlines()]
+    assert next(row for row in rows if row[:2] == ["data", "parallelism"])[3] == "over"
+    assert "over" not in next(row for row in rows if row[:2] == ["+", "pipeline"])
 
 
 def test_a_change_is_one_choice_and_its_price_is_the_prediction(result: SearchResult) -> None:

@@ -360,7 +360,7 @@ def test_the_step_is_drawn_and_traced(tmp_path, capsys) -> None:
     after = {
         event["name"]: event["dur"] / 1e6 for event in passes if event["cat"] == "after the pipeline" and event["tid"] == 3
     }
-    for part, name in {"data_parallel": "dp traffic", "optimizer": "optimizer", "rest": "rest"}.items():
+    for part, name in {"data_parallel": "dp, exposed", "optimizer": "optimizer", "rest": "rest"}.items():
         assert after[name] == pytest.approx(waterfall[part]) and f"<title>{name}, " in svg.read_text()
     for rank in range(4):
         ends = [event["ts"] + event["dur"] for event in passes if event["tid"] == rank]

@@ -14,14 +14,17 @@ import pytest
 
 import ultrascale as us
 from ultrascale.api.planning.plan import answer
+from ultrascale.api.planning.run_of import ModelAndMachines, planned_run
 from ultrascale.api.schedule import Schedule
 from ultrascale.catalogue.models.model_presets import PRESETS
 from ultrascale.cli.main import main
 from ultrascale.cli.plan.plan_command import request_of
 from ultrascale.description.units import UnitError, format_bytes
+from ultrascale.measure.step.step_report import WORDS
 from ultrascale.page.ranked import ranking
 from ultrascale.plan.costs.budget import Budget, budget_problems, parse_budget, usual_tokens
 from ultrascale.plan.view.notes import TIGHT_BYTES, mask_fraction, notes
+from ultrascale.plan.view.plan_view import TIMES
 
 SMALL = ["--model", "llama-3.2-1b", "--gpus", "8xh100", "--seq-len", "4k", "--tokens-per-batch", "512k"]
 RUN = '[model]\npreset = "tiny-llama-4m"\n[layout]\ndp = {dp}\nzero_stage = 1\n[batch]\nsequences_per_batch = 16\n'
@@ -248,3 +251,27 @@ def test_each_phase_of_a_plan_is_named_and_none_says_that_nothing_is_done():
 def test_the_schedule_of_the_best_layout_is_played():
     found = us.schedule("1f1b", model="llama-3-8b", gpus="16xh100", seq_len="2k", tokens_per_batch="128k", pp=4)
     assert isinstance(found, Schedule) and (found.name, found.num_ranks) == ("1f1b", 4)
+
+
+def test_exposed_communication_has_the_name_that_measured_steps_give_it():
+    names = {"data_parallel": "dp", "tensor_parallel": "tp", "context_parallel": "cp", "expert_parallel": "ep"}
+    assert {axis: TIMES[part][0] for part, axis in names.items()} == {axis: WORDS[axis] for axis in names.values()}
+
+
+def test_a_layout_without_sequence_parallelism_says_so_in_ranking_and_headline(capsys):
+    words = ["plan", "--model", "llama-3-8b", "--gpus", "8xh100", "--tp", "2", "--pp", "1", "--cp", "1"]
+    assert main([*words, "--layout.sequence-parallel", "false"]) == 0
+    out = capsys.readouterr().out
+    assert "dp4 tp2 without sp, ZeRO" in out and "tp 2 without sequence parallelism, bf16" in out
+    assert main(words) == 0 and "without s" not in capsys.readouterr().out
+
+
+def test_on_processors_dp_is_what_the_other_axes_leave(capsys):
+    """`check --model tiny-llama-4m --gpus 2xcpu --tp 2` was 4 ranks that do not fit."""
+    described = ModelAndMachines("tiny-llama-4m", "4xcpu", 64, None)
+    for axis in ("tp", "cp", "pp"):
+        layout = planned_run(described, [f"--layout.{axis}", "2"], run=None, verb="check").layout
+        assert (layout.dp, getattr(layout, axis), layout.world_size) == (2, 2, 4)
+    words = ["plan", "--model", "tiny-llama-4m", "--gpus", "2xcpu", "--seq-len", "64"]
+    assert main([*words, "--layout.tp", "4"]) == 2 and "layout.tp\n    4 ranks do not fit on 2xcpu" in capsys.readouterr().err
+    assert main([*words, "--tp", "2"]) == 2 and "Fix it with --layout.tp 2, or" in capsys.readouterr().err

@@ -94,3 +94,25 @@ def test_experts_are_asked_for_by_their_own_flag(capsys) -> None:
     assert "the model has none" in capsys.readouterr().err
     assert main([*SEARCH, "--model", "llama-3-8b", "--dp-shard", "0"]) == 2
     assert "must be from 1" in capsys.readouterr().err
+
+
+def test_a_schedule_that_a_batch_does_not_fill_is_refused_with_the_batch_that_does(capsys):
+    command = ["plan", "--model", "llama-3-8b", "--gpus", "64xh100", "--pp", "8", "--dp", "8", "--schedule", "zb-v", "--brief"]
+    assert main([*command, "--tokens-per-batch", "1M"]) == 2
+    assert "128 sequences or more (--tokens-per-batch 1048576)" in capsys.readouterr().err
+    assert main([*command, "--tokens-per-batch", "1048576"]) == 0 and "zb-v x2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("stack", "modules", "told"),
+    [
+        ("deepspeed", "norm+mlp", "deepspeed does not recompute mlp, norm by name"),
+        ("megatron", "norm+mlp_act", "megatron does not recompute mlp_act by name"),
+        ("ultrascale", "norm+mlp_act,full", "Give it alone, to such a --stack (ultrascale, megatron), or choose"),
+    ],
+)
+def test_modules_that_a_trainer_does_not_recompute_are_refused_where_they_are_asked_for(stack, modules, told, capsys):
+    """They were planned, and refused by --print-flags, which advised the --stack that was given."""
+    command = ["plan", "--model", "llama-3-8b", "--gpus", "8xh100", "--brief", "--stack", stack, "--recompute", modules]
+    assert main(command) == 2 and told in " ".join(capsys.readouterr().err.split())
+    assert main([*command[:-1], "norm+mlp"]) == (2 if stack == "deepspeed" else 0)

@@ -49,6 +49,14 @@ def test_a_rank_is_told_in_tables(run: str, capsys: pytest.CaptureFixture[str]) 
     assert "actions  F0@1 B0@1 F1@1 B1@1" in told
 
 
+def test_what_the_flops_of_attention_count_is_said_where_there_are_any(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """They are 2.3 times those of the MFU: a reader who adds them up would find another number than the plan's."""
+    for rank, blocks in ((0, 2), (9, 0)):
+        assert main(["trace", run, "--rank", str(rank)]) == 0
+        told = capsys.readouterr().out
+        assert ("whole squares of scores" in told) == bool(blocks) and "recompute  backward" in told
+
+
 def test_the_same_for_machines_and_in_files(run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = [str(tmp_path / name) for name in ("m.png", "m.svg", "t.json", "m.pickle")]
     assert main(["trace", run, "--json", "--explain-oom", "--out", *files]) == 0

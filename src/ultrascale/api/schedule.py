@@ -157,7 +157,7 @@ class Schedule(Rows):
 
     def __repr__(self) -> str:
         step, waits = self.timeline.step_seconds, self.timeline.bubble_fraction
-        return f"Schedule({self.title}: a step takes {step:.4g}, ranks wait {waits:.1%} of it)"
+        return f"Schedule({self.title}: a step takes {step:.4g}, bubble {waits:.1%} of it)"
 
     def _repr_html_(self) -> str:
         return f"<p><b>{self!r}</b></p>{self.to_svg()}"
@@ -186,7 +186,7 @@ class Schedules(Rows):
         return bars(
             repr(self),
             [(schedule.name, 100 * schedule.timeline.bubble_fraction) for schedule in self.schedules],
-            label="waits, %",
+            label="bubble, % of the step",
         )
 
     def __iter__(self):

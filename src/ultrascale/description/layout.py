@@ -70,12 +70,12 @@ class Layout:
     """Data-parallel degree: number of groups of ranks that share the global batch."""
     zero_stage: Literal[0, 1, 2, 3] = 0
     """ZeRO stage: training state that is sharded over `dp_shard` ranks. 0: nothing; 1: optimizer state; 2: also gradients; 3:
-    also parameters."""
+    also parameters (FSDP)."""
     dp_shard: int | None = None
-    """Ranks that shard one copy of the training state; fewer than `dp` is hybrid sharding (HSDP). None: all of `dp`, or 1 for
-    stage 0."""
+    """Data-parallel ranks that shard one copy of the training state, each with its ranks of cp; fewer than `dp` is hybrid
+    sharding (HSDP). None: all of `dp`, or 1 for stage 0."""
     micro_batch_size: int = 1
-    """Micro-batch size: sequences in one forward pass of a rank."""
+    """Micro-batch size: sequences in one forward pass of a rank. A batch of several micro-batches is gradient accumulation."""
     recompute: str = "none"
     """Activation checkpointing: activations recomputed in the backward pass. none; named modules joined by +, such as
     norm+moe_act (`description.recomputed`); selective: the modules that save most bytes per second of recomputation; full:
@@ -95,8 +95,9 @@ class Layout:
     flash-attn packages); `description.attention_cores` lists what each supports. fastest: all that apply are timed once at the
     run's shapes. auto: fastest on CUDA, sdpa on the CPU."""
     precision: Precision = "fp32"
-    """Dtype of the forward and backward passes. All but fp64 keep parameters, gradients and optimizer state in fp32. mxfp8 and
-    nvfp4 have a scale for each block of 32 and 16 elements: Blackwell computes with them, and they are planned only."""
+    """Dtype of the forward and backward passes. All but fp64 keep parameters, gradients and optimizer state in fp32 (mixed
+    precision). mxfp8 and nvfp4 have a scale for each block of 32 and 16 elements: Blackwell computes with them, and they are
+    planned only."""
     fp8_scaling: Fp8Scaling = "row"
     """Granularity of fp8 scales: row, one per row (token, output feature), or tensor, one per tensor, both from current values;
     delayed, one per tensor from the amax of earlier steps. Read only if precision = "fp8"."""
@@ -125,7 +126,8 @@ class Layout:
     cp: int = 1
     """Context-parallel degree: ranks that shard every sequence."""
     cp_method: CpMethod = "ring"
-    """Method by which all queries meet all keys and values. Read only if cp > 1."""
+    """Method by which all queries meet all keys and values: ring attention, in zigzag order; an all-gather of keys and values;
+    all-to-alls that exchange sequence for heads (Ulysses); or rings of groups that do. Read only if cp > 1."""
     cp_heads: int = 1
     """For cp_method = "ring+all-to-all": neighbouring ranks that exchange sequence for heads in an all-to-all; rings join cp /
     cp_heads such groups."""
@@ -134,7 +136,8 @@ class Layout:
     virtual_stages: int = 1
     """Virtual pipeline stages per rank (interleaving); the model is split into pp * virtual_stages stages."""
     schedule: str = USUAL
-    """Pipeline schedule, the order of passes: a name in `SCHEDULES`, or the path of a file of actions. Read only if pp > 1."""
+    """Pipeline schedule, the order of passes, which decides the bubble: a name in `SCHEDULES`, or a file of actions. Read only
+    if pp > 1."""
     pipeline_runtime: PipelineRuntime = "ultrascale"
     """Runtime that executes the schedule: this package's, or torch.distributed.pipelining. Passes, messages, results and memory
     are the same. Read only if pp > 1."""
@@ -162,10 +165,12 @@ class Layout:
 
     @property
     def axes_words(self) -> str:
-        """Axes with a degree above 1, with the schedule of pp and the method of cp: `dp16 tp2 pp2 interleaved x4`; empty for
-        one rank."""
+        """Axes with a degree above 1, with the schedule of pp and the method of cp: `dp16 tp2 pp2 interleaved x4`, and `tp2
+        without sp` without sequence parallelism; empty for one rank."""
         names = {"dp": "dp", "tp": "tp", "cp": "cp", "pp": "pp", "ep": "ep", "expert_tp": "etp"}
         axes = [f"{short}{getattr(self, name)}" for name, short in names.items() if getattr(self, name) > 1]
+        if self.tp > 1 and not self.sequence_parallel:
+            axes.insert(axes.index(f"tp{self.tp}") + 1, "without sp")
         if self.pp > 1:
             axes.append(f"{self.schedule} x{self.virtual_stages}" if self.virtual_stages > 1 else self.schedule)
         if self.cp > 1:

@@ -22,7 +22,8 @@ DAYS_OF_A_YEAR = 365
 SECONDS = {"d": 86400, "h": 3600, "m": 60, "min": 60, "s": 1}
 EXPECTED_SECONDS = "a time with units, such as 24h, 1d12h or 90m"
 EXPECTED = "tokens, such as 4M, 69B, 4Mi or 4194304"
-_NUMBER = re.compile(r"\s*(\d[\d_,]*(?:\.\d+)?(?:[eE][+-]?\d+)?|\.\d+)\s*(.*?)\s*")
+_NUMBER = re.compile(r"\s*((?:\d{1,3}(?:,\d{3})+|\d[\d_]*)(?:\.\d+)?(?:[eE][+-]?\d+)?|\.\d+)\s*(.*?)\s*")
+"""A number and its unit; commas stand between thousands only, so that `1024,2048` is not read as 10,242,048."""
 
 
 class UnitError(ValueError):
@@ -65,7 +66,8 @@ def parse_seconds(text: str) -> int:
 def _whole(text: str, units: dict[str, int], expected: str, what: str) -> int:
     match = _NUMBER.fullmatch(text)
     if match is None or match[2] not in units:
-        raise UnitError(f"expected {expected}, found {text!r}")
+        several = "; this is one number, with commas between thousands only" if "," in text else ""
+        raise UnitError(f"expected {expected}, found {text!r}{several}")
     value = float(match[1].replace("_", "").replace(",", "")) * units[match[2]]
     if not math.isfinite(value):
         raise UnitError(f"expected {expected}, found {text!r}, which is too large")

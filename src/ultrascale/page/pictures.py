@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ PASSES = {
     "F": ("forward", "#0072b2"), "I": ("input gradient", "#5b4a9e"), "W": ("weight gradient", "#b25c00"),
     "B": ("backward", "#00805d"),
 }  # fmt: skip
+OFFSETS = (-20, 14, 26, -32, 38, -44)
+"""Points from a spot of the roofline to its name, tried in this order."""
 PASS = re.compile(r"\d+([FIWB])\d+")
 
 
@@ -167,24 +170,35 @@ def _roofline(answer: Mapping[str, Any], roofline: Mapping[str, Any]) -> Any:
         sizes = [20 + 1200 * row["seconds"] / total for row in of_kind]
         points = [row["intensity"] for row in of_kind], [row["rate"] / 1e12 for row in of_kind]
         axes.scatter(*points, s=sizes, color=colour, marker=marker, alpha=0.7, label=kind)
-    for index, spot in enumerate(sorted({(row["intensity"], row["rate"]) for row in shown})):
-        names = [row["name"].rpartition(".")[2] for row in shown if (row["intensity"], row["rate"]) == spot]
-        axes.annotate(
-            ", ".join(names),
-            (spot[0], spot[1] / 1e12),
-            xytext=(0, 14 if index % 2 else -20),
-            textcoords="offset points",
-            fontsize=6,
-            ha="center",
-        )
     axes.set_xscale("log")
     axes.set_yscale("log")
     _plain_ticks(axes.xaxis)
     _plain_ticks(axes.yaxis)
     axes.set_ylim(min(row["rate"] for row in shown) / 1.5e12, peak * 1.3 / 1e12)
+    _name_spots(figure, axes, shown)
     axes.set_ylabel(f"TFLOP/s; at most {roofline['peak']['text']}, {roofline['bandwidth']['text']} of memory")
     axes.legend(frameon=False, fontsize=8, loc="upper left", markerscale=0.4)
     return figure
+
+
+def _name_spots(figure: Any, axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write the operations of each spot of the roofline below or above it, the further off the more names are in the way."""
+    placed: list[Any] = []
+    last = Counter(row["name"].rpartition(".")[2] for row in rows)
+    for spot in sorted({(row["intensity"], row["rate"]) for row in rows}):
+        parts = [row["name"].split(".") for row in rows if (row["intensity"], row["rate"]) == spot]
+        names = [
+            ".".join(part[-2 if last[part[-1]] > 1 else -1 :]) for part in parts
+        ]  # shared_experts.up_proj, experts.up_proj
+        text = axes.annotate(
+            ", ".join(names), (spot[0], spot[1] / 1e12), xytext=(0, 0), textcoords="offset points", fontsize=6, ha="center"
+        )
+        for offset in OFFSETS:
+            text.xyann = (0, offset)
+            figure.draw_without_rendering()
+            if not any(text.get_window_extent().overlaps(other.get_window_extent()) for other in placed):
+                break
+        placed.append(text)
 
 
 def _front(answer: Mapping[str, Any], ranking: Mapping[str, Any]) -> Any:

@@ -24,11 +24,11 @@ from ultrascale.page.step.roofline import operation_costs, peak_flops
 from ultrascale.page.step.sent import communication_per_step
 from ultrascale.plan.columns.footprint import Footprint
 from ultrascale.plan.costs.budget import usual_tokens
+from ultrascale.plan.costs.cost import cost
 from ultrascale.plan.flags.trainers import WRITERS, trainer_flags
 from ultrascale.plan.report import RunPlan, not_trainable, plan_run, step_interval, workload_of
 from ultrascale.plan.search.search import SearchResult
 from ultrascale.plan.time.price import Prediction
-from ultrascale.plan.view.cost import cost
 from ultrascale.plan.view.notes import TIGHT_BYTES, notes
 from ultrascale.plan.view.plan_view import FOOTPRINT, TIMES
 from ultrascale.plan.view.search_view import layout_words
@@ -294,7 +294,7 @@ def _schedule(prediction: Prediction) -> dict[str, Any] | None:
     of = "" if count == prediction.num_micro_batches else f", {count} of the {prediction.num_micro_batches} micro-batches"
     about = timeline.to_json()
     return {
-        "title": f"{layout.schedule} on {layout.pp} ranks{of}: ranks wait {timeline.bubble_fraction:.1%} of what is drawn",
+        "title": f"{layout.schedule} on {layout.pp} ranks{of}: the bubble is {timeline.bubble_fraction:.1%} of what is drawn",
         **_number(timeline.step_seconds, format_seconds(timeline.step_seconds)),
         "ranks": [
             {"rank": row["rank"], "idle": f"{row['bubble_seconds'] / timeline.step_seconds:.1%}", "kept": row["in_flight"],

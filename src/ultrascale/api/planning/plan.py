@@ -170,8 +170,12 @@ def _compared(request: PlanRequest) -> Plan:
     assert gpus is not None
     if options.dp_shard is not None and options.zero_stage is None:
         options = replace(options, zero_stage="1")  # the others are compared below; stage 0 shards nothing
-    defaults = run_defaults(options, dp=parse_cluster(gpus).num_accelerators)
-    run = resolve(None, [*overrides(options), *request.settings], defaults=defaults).run
+    words = [*overrides(options), *request.settings]
+    dp = parse_cluster(gpus).num_accelerators
+    if has_flag(request.words, "tp", "cp", "pp"):
+        alone = resolve(None, words, defaults=run_defaults(options, dp=options.dp_shard or 1)).run.layout
+        dp = max(1, dp // (alone.tp * alone.cp * alone.pp))
+    run = resolve(None, words, defaults=run_defaults(options, dp=dp)).run
     any_stage, any_way = not has_flag(request.words, "zero-stage"), not has_flag(request.words, "recompute")
     plans = alternatives(run, cluster_of(run), any_stage=any_stage, any_way=any_way)
     chosen = first_that_fits(plans) or min(plans, key=lambda candidate: candidate.peak_bytes)

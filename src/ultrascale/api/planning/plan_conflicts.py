@@ -59,7 +59,8 @@ def refuse_on_measured_device(request: PlanRequest) -> None:
         if getattr(options, name) not in (None, "1"):
             value = getattr(options, name)
             rule = f"is {value}; of a machine whose speed is measured at run time, only data parallelism is compared"
-            problems.append(Problem(f"--{name}", rule, "Leave it out, or plan for an accelerator such as 8xh100."))
+            fix = f"Fix it with --layout.{name} {value}" if str(value).isdigit() else "Leave it out"
+            problems.append(Problem(f"--{name}", rule, f"{fix}, or plan for an accelerator such as 8xh100."))
     if problems:
         raise SpecError(problems)
 

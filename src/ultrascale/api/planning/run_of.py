@@ -78,7 +78,8 @@ def cluster_of(run: Run) -> Cluster:
     cluster = parse_cluster(f"{world}xcpu" if run.cluster == "auto" else run.cluster)
     if cluster.num_accelerators < world:
         rule = f"{world} ranks do not fit on {cluster.name}, which has {cluster.num_accelerators}"
-        raise mistake("layout.dp", rule, "Lower it, or plan for more (--gpus).")
+        axis = max(("dp", "tp", "cp", "pp"), key=lambda name: (name == "dp" and run.layout.dp > 1, getattr(run.layout, name)))
+        raise mistake(f"layout.{axis}", rule, "Lower it, or plan for more (--gpus).")
     return replace(cluster, num_accelerators=world)
 
 

@@ -60,7 +60,7 @@ def _show_schedule(schedule: Schedule) -> None:
             console.print(name.ljust(margin), line, sep="", soft_wrap=True)
         console.print()
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for column in ("rank", "stages", "computes", "waits", "", "activations", "for W only"):
+    for column in ("rank", "stages", "computes", "bubble", "", "activations", "for W only"):
         table.add_column(column, justify="left" if column == "stages" else "right")
     for row in schedule.rows():
         table.add_row(
@@ -68,14 +68,14 @@ def _show_schedule(schedule: Schedule) -> None:
             f"{row['bubble_fraction']:.1%}", str(row["in_flight"]), str(row["in_flight_for_weights"] or ""),
         )  # fmt: skip
     console.print(table)
-    console.print(f"\nA step takes {_number(timeline.step_seconds)}; ranks wait {timeline.bubble_fraction:.1%} of it.")
+    console.print(f"\nA step takes {_number(timeline.step_seconds)}; the bubble is {_bubble_words(timeline.bubble_fraction)}.")
     console.print("Activations: the most at once, in micro-batches of one stage.")
 
 
 def _show_schedules(schedules: Schedules) -> None:
     console = console_for_people()
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for column in ("schedule", "stages a rank", "weights", "step", "waits", "activations kept", "messages"):
+    for column in ("schedule", "stages a rank", "weights", "step", "bubble", "activations kept", "messages"):
         table.add_column(column, justify="left" if column == "schedule" else "right")
     for row in schedules.rows():
         table.add_row(
@@ -85,8 +85,16 @@ def _show_schedules(schedules: Schedules) -> None:
     sizes = f"{count_of(schedules.num_ranks, 'rank')}, {count_of(schedules.num_micro_batches, 'micro-batch')}"
     console.print(f"[bold]{sizes}[/bold]\n")
     console.print(table)
-    console.print("\nActivations: the most at once on the rank that keeps most, in micro-batches of all its stages.")
+    console.print(
+        "\nBubble: share of the step that ranks wait; the playbook's (pp - 1) / micro-batches is of the time they compute."
+    )
+    console.print("Activations: the most at once on the rank that keeps most, in micro-batches of all its stages.")
     console.print("Messages: sent a micro-batch, the mean of the ranks.")
+
+
+def _bubble_words(fraction: float) -> str:
+    """The bubble over the step, and, as (pp - 1) / micro-batches gives it for 1F1B, over the time that ranks compute."""
+    return f"{fraction:.1%} of it, {fraction / (1 - fraction):.1%} of the time that ranks compute"
 
 
 def _number(value: float) -> str:
@@ -99,7 +107,7 @@ if TYPE_CHECKING:
 
 
 def show_executed(result: ExecutedSchedule) -> None:
-    """Print the planned and the executed step, and each rank's waits."""
+    """Print the planned and the executed step, and each rank's bubble."""
     from ultrascale.plan.view.draw_schedule import draw_beside
 
     console, pair = console_for_people(), result.pair
@@ -116,19 +124,19 @@ def show_executed(result: ExecutedSchedule) -> None:
         for rank, line in zip(names, lines, strict=True):
             console.print(rank.ljust(margin), line, sep="", soft_wrap=True)
         console.print()
-    console.print(_waits(pair))
+    console.print(_bubbles(pair))
     planned, executed = pair
     console.print(f"\nA step is planned as {planned.step_seconds * 1e3:.1f} ms and took {executed.step_seconds * 1e3:.1f} ms;")
-    console.print(f"ranks wait {planned.bubble_fraction:.1%} of it as planned, {executed.bubble_fraction:.1%} as executed.")
+    console.print(f"the bubble is {planned.bubble_fraction:.1%} of it as planned, {executed.bubble_fraction:.1%} as executed.")
     if ranks > cores:
         console.print(
             f"{ranks} ranks share {count_of(cores, 'core')}: a pass that waits for a core counts as long as it takes."
         )
 
 
-def _waits(pair: PlannedAndExecuted) -> Table:
+def _bubbles(pair: PlannedAndExecuted) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for column in ("rank", "waits: planned", "executed"):
+    for column in ("rank", "bubble: planned", "executed"):
         table.add_column(column, justify="right")
     for rank in range(len(pair.executed.schedule)):
         shares = (f"{timeline.bubble_seconds[rank] / timeline.step_seconds:.1%}" for timeline in pair)

@@ -80,7 +80,7 @@ class Model:
     num_attention_heads: int
     """Number of query heads, H."""
     num_key_value_heads: int
-    """Number of key/value heads, K: fewer than H in grouped-query attention. If the file has none: H."""
+    """Number of key/value heads, K: fewer than H in grouped-query attention (GQA). If the file has none: H."""
     head_dim: int
     """Dimension of a head, E. If the file has none: `hidden_size` / `num_attention_heads`."""
     max_position_embeddings: int

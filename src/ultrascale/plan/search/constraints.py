@@ -136,6 +136,9 @@ def _of_trainer(question: _Question) -> Reason | None:
     }  # fmt: skip
     if name == "recompute" and modules_of_constraints(question.workload, question.constraints):
         return None
+    if name == "recompute" and is_modules(value) and (missing := sorted(modules_named(value) - {*can.modules})):
+        known = ", ".join(can.recompute) + (f", or of {', '.join(can.modules)}, joined by +" if can.modules else "")
+        return f"{stack.name} does not recompute {', '.join(missing)} by name", f"Choose one of {known}, or another --stack."
     if name in offered and value not in offered[name]:
         return _choices(f"{stack.name} has", name, offered[name], value)
     if name == "zero_stage" and question.never_one("pp") and value not in can.zero_stages_with_pipeline:
@@ -152,10 +155,8 @@ def _choices(subject: str, name: str, offered: tuple[Any, ...], value: Any) -> R
         return rule, "Name the whole layout in a run.toml, with layout.schedule there, and plan that."
     if name == "recompute" and (value in ("auto", "blocks") or is_modules(value)):
         if is_modules(value):
-            alone = (
-                f"{value} names modules, which hold for a whole search: alone, and where the stack tells recomputation by them"
-            )
-            return alone, f"Give it alone to another --stack, or choose one of {', '.join(offered)}."
+            alone = f"{value} names modules, which hold for a whole search: alone, and where the --stack recomputes by module"
+            return alone, f"Give it alone, to such a --stack (ultrascale, megatron), or choose one of {', '.join(offered)}."
         rule = f"{value} is said of one layout's blocks, and a search has many layouts"
         return rule, 'Search without it (--save RUN.TOML), then set layout.recompute = "auto" there and plan that.'
     kind = {"zero_stage": "ZeRO ", "recompute": "recompute "}.get(name, "")

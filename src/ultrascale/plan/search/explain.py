@@ -103,6 +103,12 @@ def _rung(name: str, result: SearchResult, rows: NDArray[np.bool_]) -> Rung:
     return Rung(name, int(rows.sum()), float(priced.peak_bytes[rows].min()), bool(seconds), min(seconds, default=None))
 
 
+def is_bound(rung: Rung, result: SearchResult) -> bool:
+    """True if the rung's least memory is a lower bound: of a training state that alone exceeds the device."""
+    priced = result.fully_priced
+    return bool((priced.peak_bytes[priced.too_large] == rung.least_bytes).any())
+
+
 # The choices of a layout, and the columns that may change with each; dp follows from the number of devices.
 _CHOICES: dict[str, tuple[str, ...]] = {
     "micro_batch_size": (),

@@ -381,7 +381,10 @@ def _suits(rules: _Rules, schedule: str, pp: int, dp: int, size: int) -> bool:
     """True if the trainer can run the resulting number of micro-batches in this schedule; else records the reason."""
     count, known = rules.workload.sequences_per_batch // (dp * size), SCHEDULES.get(schedule)
     if known and count < known.fills_from * pp:
-        rules.refuse(schedule, f"fewer than {known.fills_from} x pp micro-batches do not fill it")
+        least = known.fills_from * pp * dp * size
+        tokens = f"--tokens-per-batch {least * rules.workload.sequence_length}"
+        remedy = f"Take a batch of {least:,} sequences or more ({tokens}), fewer stages, or leave it out."
+        rules.refuse(schedule, f"fewer than {known.fills_from} x pp micro-batches do not fill it", remedy)
         return False
     fills = rules.workload.stack.stage_cut != "by-share" or not known or known.forward_first
     if not fills and (wrong := cannot_run(rules.workload.model, pp, [count])):
@@ -407,11 +410,13 @@ def _product(meshes: Sequence[MeshShape], rows: NDArray[np.int64], rules: _Rules
 
 
 def modules_of_constraints(workload: Workload, constraints: Constraints) -> str:
-    """Names of the modules that all layouts of a search recompute, joined; empty if none are requested, or other values too."""
+    """Names of the modules that all layouts of a search recompute, joined; empty if none are requested, or other values too, or
+    some that the trainer does not recompute by name."""
     modes = constraints.get("recompute", ())
     if workload.stack.selective not in NAME_MODULES or len(modes) != 1 or not is_modules(modes[0]):
         return ""
-    return modules_name(modules_named(modes[0]))
+    named = modules_named(modes[0])
+    return modules_name(named) if named <= {*abilities(workload.stack).modules} else ""
 
 
 def _overlaps(rules: _Rules, mesh: MeshShape) -> list[bool]:

@@ -189,7 +189,7 @@ def draw_svg(
 
 
 def _subtitle(timeline: Timeline, unit: str, after: Mapping[str, float]) -> str:
-    waiting = f"{timeline.step_seconds:.4g} {unit or 's'}, ranks wait {timeline.bubble_fraction:.1%} of it"
+    waiting = f"{timeline.step_seconds:.4g} {unit or 's'}, the bubble is {timeline.bubble_fraction:.1%} of it"
     return f"pipeline {waiting}; {sum(after.values()):.3g} s after it" if after else f"step {waiting}"
 
 
@@ -205,7 +205,7 @@ def _row_frame(timeline: Timeline, rank: int, scale: float) -> Iterator[str]:
     yield f'<text x="{LEFT - 10}" y="{top + 13}" font-size="12" text-anchor="end" fill="#1f2933">rank {rank}</text>'
     yield f'<text x="{LEFT - 10}" y="{top + 26}" font-size="9.5" text-anchor="end" fill="#8a939c">{stages}</text>'
     yield f'<rect x="{LEFT}" y="{top}" width="{timeline.step_seconds * scale:.2f}" height="{ROW}" fill="url(#idle)"/>'
-    yield f'<text x="{WIDTH - RIGHT + 12}" y="{top + 13}" font-size="12" fill="#1f2933">{idle:.1%} waiting</text>'
+    yield f'<text x="{WIDTH - RIGHT + 12}" y="{top + 13}" font-size="12" fill="#1f2933">{idle:.1%} bubble</text>'
     yield f'<text x="{WIDTH - RIGHT + 12}" y="{top + 26}" font-size="9.5" fill="#8a939c">{num_held} activations at most</text>'
 
 
@@ -276,7 +276,7 @@ def _legend(timeline: Timeline, y: float, *, has_numbers: bool) -> Iterator[str]
     parts = [part for row in timeline.schedule for action in row for part in action.parts]
     entries = [(COLOURS[kind], name) for kind, name in NAMES.items() if any(part.kind is kind for part in parts)]
     x = float(LEFT)
-    for fill, name in [*entries, ("url(#idle)", "waiting")]:
+    for fill, name in [*entries, ("url(#idle)", "bubble")]:
         yield f'<rect x="{x}" y="{y - 10}" width="13" height="13" rx="2" fill="{fill}"/>'
         yield f'<text x="{x + 19}" y="{y + 1}" font-size="12" fill="#1f2933">{name}</text>'
         x += 19 + 6.6 * len(name) + 26

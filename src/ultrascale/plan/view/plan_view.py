@@ -14,26 +14,28 @@ from ultrascale.description.architecture.weights import num_parameters
 from ultrascale.description.layout import Layout
 from ultrascale.description.units import format_bytes, format_count, format_flops_per_second, format_seconds
 from ultrascale.plan.costs.budget import bought, parse_budget, usual_tokens
+from ultrascale.plan.costs.cost import cost
 from ultrascale.plan.costs.stops import SPARES_SUFFICE, Stops, stops
 from ultrascale.plan.islands import IslandsPlan
 from ultrascale.plan.memory.replay import MemoryPlan
 from ultrascale.plan.report import DEFAULT_OPTIMIZER, RunPlan, first_that_fits, not_trainable, step_interval, workload_of
-from ultrascale.plan.view.cost import cost
 from ultrascale.plan.view.notes import notes
+from ultrascale.plan.view.state_words import state_words
 
 if TYPE_CHECKING:
     from ultrascale.plan.time.price import Prediction
 
 PARTS = {
-    "parameters": ("parameters", "blue", "{share}, {master}"),
-    "gathered": ("gathered weights", "cyan", "unsharded, while in use, {precision}"),
+    "parameters": ("parameters", "blue", ""),
+    "gathered": ("gathered", "cyan", ""),
     "gradients": ("gradients", "yellow", ""),
-    "optimizer": ("optimizer state", "magenta", "two moments, {master}"),
+    "optimizer": ("optimizer", "magenta", ""),
     "activations": ("activations", "green", "of the forward pass"),
-    "temporary": ("backward work", "bright_green", "gradients of activations"),
-    "communication": ("buffers", "bright_cyan", "of collectives"),
-    "other": ("batch", "white", ""),
+    "temporary": ("temporary", "bright_green", "gradients of activations, work of an operation"),
+    "communication": ("communication", "bright_cyan", "buffers of collectives"),
+    "other": ("other", "white", "batch"),
 }
+"""Label, colour and note of each category. Labels are those of a trace, of a run's log and of the JSON."""
 KINDS = {
     "matmul": "matrix products",
     "elementwise": "element-wise",
@@ -63,10 +65,10 @@ LEAST_RATIO = 0.01
 SHOWN_SHARE = 0.0005
 """Fraction of the step below which parts are not drawn."""
 FOOTPRINT = {
-    "weights": ("weights", "blue", "and master copies"),
-    "gathered": ("gathered weights", "cyan", "unsharded, while in use"),
+    "weights": ("parameters", "blue", "and master copies"),
+    "gathered": ("gathered", "cyan", "unsharded, while in use"),
     "gradients": ("gradients", "yellow", ""),
-    "optimizer": ("optimizer state", "magenta", ""),
+    "optimizer": ("optimizer", "magenta", ""),
     "activations": ("activations", "green", "micro-batches in flight"),
     "buffers": ("buffers", "bright_cyan", "collectives, loss, batch"),
     "reserve": ("reserved", "white", "by the allocator, which cannot give it back"),
@@ -77,10 +79,10 @@ BESIDE = {name: FOOTPRINT[name] for name in ("reserve", "outside")}
 TIMES = {
     "compute": ("compute", "green"),
     "recompute": ("recomputation", "bright_green"),
-    "tensor_parallel": ("tp traffic", "yellow"),
-    "context_parallel": ("cp traffic", "bright_yellow"),
-    "expert_parallel": ("ep traffic", "bright_magenta"),
-    "data_parallel": ("dp traffic", "magenta"),
+    "tensor_parallel": ("tp, exposed", "yellow"),
+    "context_parallel": ("cp, exposed", "bright_yellow"),
+    "expert_parallel": ("ep, exposed", "bright_magenta"),
+    "data_parallel": ("dp, exposed", "magenta"),
     "pipeline_sends": ("pipeline sends", "cyan"),
     "bubble": ("bubble", "red"),
     "optimizer": ("optimizer", "blue"),
@@ -246,7 +248,9 @@ def _stages(plan: RunPlan) -> str:
     workload = workload_of(plan.run, plan.cluster, plan.stack)
     chunks = chunk_layers_of(workload, layout.num_stages, layout.layers_per_stage)
     words = " ".join(map(str, chunks))
-    if len(chunks) > MOST_STAGES:
+    if len(chunks) > MOST_STAGES and len(set(chunks)) == 1:
+        words = f"{chunks[0]} in each of {len(chunks)}"
+    elif len(chunks) > MOST_STAGES:
         words = f"{min(chunks)} to {max(chunks)}, of the first {chunks[0]}, of the last {chunks[-1]}"
     return f"\nblocks of each stage: {words}"
 
@@ -254,6 +258,8 @@ def _stages(plan: RunPlan) -> str:
 def _parallelism_words(layout: Layout) -> str:
     """Parallelism of the model as text: `tp 8, pp 4 (interleaved, 2 stages a rank), `; empty for data parallelism alone."""
     words = [f"{name} {getattr(layout, name)}" for name in ("tp", "cp", "ep", "expert_tp") if getattr(layout, name) > 1]
+    if layout.tp > 1 and not layout.sequence_parallel:
+        words[0] += " without sequence parallelism"
     if layout.cp > 1:
         swap = layout.cp_grid[1]
         words.append(f"{layout.cp_method} attention{f' ({swap} ranks swap heads)' if 1 < swap < layout.cp else ''}")
@@ -319,17 +325,17 @@ def _reserve_text(plan: RunPlan) -> str:
 
 def _parts(plan: RunPlan, memory: MemoryPlan, parts: Mapping[str, int]) -> Table:
     """Table of the simulated memory at the peak, the parts of each category, and memory in addition to it."""
-    layout, peak = plan.run.layout, memory.peak
-    table = _parts_table(peak.phase, max(map(len, KINDS.values())) + 2)
-    share = "whole" if layout.shard_size == 1 else f"1/{layout.shard_size} of them"
+    table = _parts_table(memory.peak.phase, max(map(len, KINDS.values())) + 2)
+    words = state_words(plan.run.model, plan.run.layout, plan.stack)
     largest = max(parts.values())
     for category, num_bytes in parts.items():
         if not num_bytes:
             continue
         name, color, note = (PARTS | BESIDE)[category]
-        words = note.format(master=layout.master_dtype, precision=layout.precision, share=share)
-        table.add_row(name, format_bytes(num_bytes), _part_bar(num_bytes, largest, color), words)
-        for label, part in _parts_of_category(memory, category):
+        inside = _parts_of_category(memory, category)
+        words_beside = "" if category == "other" and inside else words.get(category, note)
+        table.add_row(name, format_bytes(num_bytes), _part_bar(num_bytes, largest, color), words_beside)
+        for label, part in inside:
             table.add_row(f"  {KINDS.get(label, label)}", format_bytes(part), style="dim")
     table.add_row("total", format_bytes(sum(parts.values())), style="bold")
     return table
@@ -337,9 +343,10 @@ def _parts(plan: RunPlan, memory: MemoryPlan, parts: Mapping[str, int]) -> Table
 
 def _parts_of_category(memory: MemoryPlan, category: str) -> list[tuple[str, int]]:
     """Parts of a category, largest first, if there are several."""
-    if category not in ("activations", "temporary", "communication"):
+    if category not in ("activations", "temporary", "communication", "other"):
         return []
-    inside = [(label, n) for (c, label), n in memory.peak.by_label.items() if c == category and n >= 2**10]
+    names = {"elementwise": "element-wise, residual"} if category == "activations" else {}
+    inside = [(names.get(label, label), n) for (c, label), n in memory.peak.by_label.items() if c == category and n >= 2**10]
     return sorted(inside, key=lambda item: -item[1]) if len(inside) > 1 else []
 
 

@@ -19,7 +19,7 @@ from ultrascale.description.units import count_of, format_bytes, format_count, f
 from ultrascale.plan.columns.footprint import MARGIN
 from ultrascale.plan.costs.stops import stops
 from ultrascale.plan.report import step_interval
-from ultrascale.plan.search.explain import Change, Marginal, Rung, binding, changes, marginals, rungs
+from ultrascale.plan.search.explain import Change, Marginal, Rung, binding, changes, is_bound, marginals, rungs
 from ultrascale.plan.search.scaling import PAYS, ScalingPoint, most_that_pay
 from ultrascale.plan.search.search import TIE, SearchResult, distinct, expected_seconds, risk
 from ultrascale.plan.time.price import Prediction
@@ -177,11 +177,13 @@ def _table(*columns: str) -> Table:
 
 
 def _rungs_table(ladder: Sequence[Rung], result: SearchResult) -> Table:
-    table = _table("", "layouts", "needs at least", "fastest step")
+    table = _table("", "layouts", "least memory", "fastest step")
     for rung in ladder:
         fastest = "does not fit" if rung.fastest_seconds is None else format_seconds(rung.fastest_seconds)
-        style = "" if rung.fits else "red dim"
-        table.add_row(rung.name, f"{rung.num_layouts:,}", format_bytes(rung.least_bytes), fastest, style=style)
+        style, least = "" if rung.fits else "red dim", format_bytes(rung.least_bytes)
+        table.add_row(
+            rung.name, f"{rung.num_layouts:,}", f"over {least}" if is_bound(rung, result) else least, fastest, style=style
+        )
     capacity = result.workload.cluster.accelerator.memory_bytes.value
     table.add_row(f"a GPU, {MARGIN:.0%} of it free", "", format_bytes(capacity * (1 - MARGIN)), "", style="dim")
     return table

@@ -21,7 +21,7 @@ from ultrascale.schedules.build import build_schedule
 DRAWN_PER_RANK = 4
 """Micro-batches drawn per rank of the pipeline: enough to see the pipeline fill, run and drain."""
 AFTER = {
-    "data_parallel": "dp traffic", "offload": "offload to host", "optimizer": "optimizer", "data": "reading data",
+    "data_parallel": "dp, exposed", "offload": "offload to host", "optimizer": "optimizer", "data": "reading data",
     "checkpoints": "checkpoints", "rest": "rest",
 }  # fmt: skip
 """Parts of the waterfall outside passes, in the order in which they are drawn."""

@@ -17,6 +17,7 @@ BY_MESSAGES = (
     "on a CPU gathers and scatters go as messages between pairs of ranks, traced as `send`; planned are collectives, with the "
     "bytes of whole buffers (--device cuda traces those)"
 )
+SQUARES = "attention as torch counts it: whole squares of scores, masked or not; MFU counts the causal half"
 LINES = 12
 """Number of rows of messages to show: those with most bytes."""
 
@@ -49,6 +50,8 @@ def show_trace(
     for table in tables:
         console.print(table)
         console.print()
+    if any(row.name == "attention" and row.traced for row in comparison.flops):
+        console.print(f"{SQUARES}\n", soft_wrap=True)
     if trace.device == "cpu" and by_messages:
         console.print(f"{BY_MESSAGES}\n", soft_wrap=True)
     actions = trace.actions(step)
@@ -131,7 +134,7 @@ def _lines_table(trace: RankTrace, step: int) -> Table:
 
 
 def _flops_table(trace: RankTrace, comparison: Comparison, step: int) -> Table:
-    table = _table("FLOPs of a step", "forward", "again", "backward", "sum", "planned", right=(1, 2, 3, 4, 5))
+    table = _table("FLOPs of a step", "forward", "recompute", "backward", "sum", "planned", right=(1, 2, 3, 4, 5))
     names = sorted({op for of_step, op, _ in trace.flops if of_step == step}, key=lambda op: (-sum(_of(trace, step, op)), op))
     for op in names:
         row = _of(trace, step, op)
