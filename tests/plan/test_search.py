@@ -377,3 +377,24 @@ def test_a_search_keeps_layouts_that_certainly_fit_where_faster_ones_of_their_sc
     free, narrow = search(workload), search(workload, constraints={"pp": (4,), "schedule": ("interleaved",)})
     assert free.best is not None and narrow.best is not None
     assert expected_seconds(free.best) <= expected_seconds(narrow.best)
+
+
+def test_over_cp_alone_zero_shards_as_over_dp() -> None:
+    """Ranks of cp hold the same weights: without their shards nothing of 8 billion parameters fits."""
+    workload = real("llama-3.1-8b", "8xh100", batch=8, length=131_072)
+    stages = {prediction.layout.zero_stage for prediction in search(workload, constraints={"cp": (8,)}).ranked}
+    assert {2, 3} <= stages
+    best = search(workload).best
+    assert best is not None and best.step_seconds < 1.02 * predict(workload, Layout(
+        cp=8, cp_method="all-gather", zero_stage=3, recompute="selective", precision="bf16",
+    )).step_seconds  # fmt: skip
+
+
+def test_hfu_counts_the_squares_of_masked_documents_only_where_they_are_computed() -> None:
+    """Over cp our plan takes a sequence as one document, in time as in FLOPs."""
+    layout = Layout(dp=1, cp=8, zero_stage=3, cp_method="all-to-all", precision="bf16")
+    masked, plain = (
+        predict(real("llama-3.1-8b", "8xh100", batch=8, length=131_072, documents=documents), layout)
+        for documents in (True, False)
+    )
+    assert masked.step_seconds == plain.step_seconds and masked.hfu() == plain.hfu()

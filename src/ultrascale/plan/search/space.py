@@ -306,7 +306,7 @@ def _experts(rules: _Rules, tp: int, ranks: int) -> Iterator[tuple[int, int]]:
 
 def _training_choices(rules: _Rules, dp: int, schedule: str, pp: int, share: int, cp: int) -> NDArray[np.int64]:
     """Rows of (zero_stage, dp_shard, micro_batch_size, recompute, recompute_every); `share` is tp x cp."""
-    states = [(stage, shard) for stage in _zero_stages(rules, dp, schedule) for shard in _shards(rules, stage, dp, share)]
+    states = [(stage, shard) for stage in _zero_stages(rules, dp * cp, schedule) for shard in _shards(rules, stage, dp, share)]
     sizes = [size for size in _trained_sizes(rules, dp, cp) if _suits(rules, schedule, pp, dp, size)]
     modes = []
     can = abilities(rules.workload.stack).recompute
@@ -321,7 +321,8 @@ def _training_choices(rules: _Rules, dp: int, schedule: str, pp: int, share: int
     return np.array(rows, dtype=np.int64).reshape(len(rows), 5)
 
 
-def _zero_stages(rules: _Rules, dp: int, schedule: str) -> list[int]:
+def _zero_stages(rules: _Rules, replicas: int, schedule: str) -> list[int]:
+    """ZeRO stages; `replicas`: ranks of dp and cp, which hold the same weights."""
     can = abilities(rules.workload.stack)
     stages = can.zero_stages_with_pipeline if schedule else can.zero_stages
     if "zero_stage" in rules.constraints:
@@ -330,7 +331,7 @@ def _zero_stages(rules: _Rules, dp: int, schedule: str) -> list[int]:
                 piped = " with a pipeline" if schedule else ""
                 rules.refuse(f"zero_stage = {stage}", f"{rules.workload.stack.name} has {', '.join(map(str, stages))}{piped}")
         return [stage for stage in rules.constraints["zero_stage"] if stage in stages]
-    return [min(stages)] if dp == 1 else list(stages)
+    return [min(stages)] if replicas == 1 else list(stages)
 
 
 def _shards(rules: _Rules, stage: int, dp: int, share: int) -> list[int]:

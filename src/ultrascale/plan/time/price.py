@@ -30,7 +30,7 @@ from ultrascale.plan.laws.collectives import collective_seconds
 from ultrascale.plan.laws.compute import optimizer_seconds
 from ultrascale.plan.laws.curves import steady
 from ultrascale.plan.layouts import PRECISIONS, SCHEDULE_NAMES, LayoutTable, by_schedule
-from ultrascale.plan.memory.replay import MemoryPlan
+from ultrascale.plan.memory.replay import MemoryPlan, rank_shape
 from ultrascale.plan.pipeline.pipeline_steady import long_step_seconds
 from ultrascale.plan.pipeline.pipelined import (
     busiest_rank_seconds,
@@ -52,7 +52,6 @@ from ultrascale.plan.workload import Workload
 from ultrascale.schedules.build import build_schedule
 from ultrascale.schedules.executable import Schedule
 from ultrascale.work.fp8_slots import SLOT_BYTES, num_slots
-from ultrascale.work.ops import Shape
 
 Floats = NDArray[np.float64]
 Counts = NDArray[np.int64]
@@ -124,12 +123,11 @@ class Prediction:
 
     def hfu(self) -> float:
         """Hardware FLOPs utilization (recomputation included) over the dense bf16 peak."""
-        shape = Shape(1, self.workload.sequence_length, self.layout.precision, device="cuda", cp=self.layout.cp,
-                      kernels=self.workload.stack.kernels)  # fmt: skip
+        length = self.workload.sequence_length
+        shape = rank_shape(self.layout, length, documents=self.workload.documents, device="cuda", stack=self.workload.stack)
         flops = hardware_flops_per_token(
-            self.workload.model, self.layout, self.workload.sequence_length, documents=self.workload.documents,
-            masks=not shape.masks_in_kernel,
-        )  # fmt: skip
+            self.workload.model, self.layout, length, documents=shape.documents, masks=not shape.masks_in_kernel
+        )
         return flops * self.tokens_per_second_per_gpu / half_precision_peak(self.workload.cluster.accelerator)
 
 

@@ -42,7 +42,7 @@ class Performance(LoopObserver):
         documents = run.data.document_mask
         shape = rank_shape(run.layout, length, documents=documents, device="cuda" if ranks.device.type == "cuda" else "cpu")
         self.hardware_flops = hardware_flops_per_token(
-            run.model, run.layout, length, documents=documents, masks=not shape.masks_in_kernel
+            run.model, run.layout, length, documents=shape.documents, masks=not shape.masks_in_kernel
         )
         peak_file = metrics.folder.path / PEAK_FILE
         self.peak = stored_or_measured_peak(peak_file, run.cluster, run.layout.precision, ranks.device)
