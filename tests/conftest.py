@@ -16,6 +16,16 @@ import torch
 import torch._dynamo  # FSDP2 and optimizers of several groups load it at first use: a second, here once and not on every rank
 from catalogue.table import find_tests, write_results, write_whole_run
 from hypothesis import HealthCheck, settings
+from stand_ins import (  # noqa: F401
+    clock_of,
+    compiled_by,
+    cpu_as_cuda,
+    figures,
+    forks_here,
+    kernel_seconds,
+    known_peak,
+    temporary_folder,
+)
 
 # pytest-xdist sets it for its workers, where lines would be cut to it.
 os.environ.pop("COLUMNS", None)

@@ -12,12 +12,24 @@ MOST_STARTS = 5
 PATIENCE_SECONDS = 60.0
 
 
+def free_port() -> int:
+    """A port that nobody has at this moment."""
+    with closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
 @contextmanager
-def server_at_a_port(name: str, words: Callable[[int], list[str]], answers: Callable[[int], bool]) -> Iterator[int]:
+def server_at_a_port(
+    name: str,
+    words: Callable[[int], list[str]],
+    answers: Callable[[int], bool],
+    find_port: Callable[[], int] = free_port,
+) -> Iterator[int]:
     """The port of a server that is started as `words` of a free port says, once it `answers`. One that ends before it does is
     started again at another port."""
     for number in range(MOST_STARTS):
-        port = free_port()
+        port = find_port()
         process = subprocess.Popen(words(port), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
             until = time.monotonic() + PATIENCE_SECONDS
@@ -31,10 +43,3 @@ def server_at_a_port(name: str, words: Callable[[int], list[str]], answers: Call
             process.kill()
             process.wait()
         assert number + 1 < MOST_STARTS, f"{name} ended with exit code {process.returncode}, {MOST_STARTS} times"
-
-
-def free_port() -> int:
-    """A port that nobody has at this moment."""
-    with closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

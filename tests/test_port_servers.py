@@ -6,9 +6,8 @@ import socket
 import sys
 import urllib.request
 
-import port_servers
 import pytest
-from port_servers import MOST_STARTS, server_at_a_port
+from port_servers import MOST_STARTS, free_port, server_at_a_port
 
 
 def words(port: int) -> list[str]:
@@ -23,11 +22,10 @@ def answers(port: int) -> bool:
     return True
 
 
-def test_a_port_that_was_taken_meanwhile_is_changed_for_another(monkeypatch):
+def test_a_port_that_was_taken_meanwhile_is_changed_for_another():
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        free_port, ports = port_servers.free_port, [taken.getsockname()[1]]
-        monkeypatch.setattr(port_servers, "free_port", lambda: ports.pop() if ports else free_port())
-        with server_at_a_port("server", words, answers) as port:
+        ports = [taken.getsockname()[1]]
+        with server_at_a_port("server", words, answers, lambda: ports.pop() if ports else free_port()) as port:
             assert ports == [] and port != taken.getsockname()[1]
 
 

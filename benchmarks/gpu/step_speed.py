@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -207,13 +207,15 @@ def compete(rows: list[Row], record: dict[str, Any], arguments: argparse.Namespa
             row.failed = "no time left in this call"
 
 
-def _take(row: Row, told: dict[str, Any], place: Path, deadline: float, limit: float) -> None:
-    """Keep a round; after running out of memory try half the micro-batch, twice as often."""
+def _take(
+    row: Row, told: dict[str, Any], place: Path, deadline: float, limit: float, start: Callable[..., Any] = Process
+) -> None:
+    """Keep a round; after running out of memory try half the micro-batch, twice as often, in a process that `start` makes."""
     while told.get("out_of_memory") and row.case.micro_batch_size > 1 and deadline - time.monotonic() > ENOUGH_SECONDS:
         case = row.case
         row.case = replace(case, micro_batch_size=case.micro_batch_size // 2, accumulate=2 * case.accumulate)
         row.notes.append(f"out of memory with {case.micro_batch_size} sequences at once")
-        told = Process(row, place, 99).play(min(limit, deadline - time.monotonic()))
+        told = start(row, place, 99).play(min(limit, deadline - time.monotonic()))
     if "failed" in told:
         if row.rounds:
             row.notes.append(f"second round: {told['failed']}")

@@ -46,13 +46,15 @@ class RankStep:
 
     case: Case
     rank: int
+    compile_blocks: bool = False
     share: Share = field(init=False)
     passes: Passes = field(init=False)
 
     def __post_init__(self) -> None:
         case = self.case
         ranks = Ranks(self.rank, case.layout.world_size, CPU)
-        self.share = build_share(case.model, case.layout, ranks, seed=0, sequence_length=case.length)
+        options = {"seed": 0, "sequence_length": case.length, "compile_blocks": self.compile_blocks}
+        self.share = build_share(case.model, case.layout, ranks, **options)
         self.passes = Passes(self.share)
 
     def batches(self) -> list[MicroBatch]:

@@ -66,6 +66,12 @@ def before(owner: type, name: str, first: Callable[..., Any]) -> Callable[..., A
     return both
 
 
+@pytest.fixture
+def does_first(monkeypatch: pytest.MonkeyPatch) -> Callable[[type, str, Callable[..., Any]], None]:
+    """Puts something that the planner does not know before a part of a step."""
+    return lambda owner, name, first: monkeypatch.setattr(owner, name, before(owner, name, first))
+
+
 def test_without_a_change_plan_and_trace_agree() -> None:
     assert compared(ONE)[1] == []
 
@@ -81,17 +87,17 @@ def test_without_a_change_plan_and_trace_agree() -> None:
     ids=lambda one: getattr(one, "__name__", ""),
 )
 def test_a_change_that_the_planner_does_not_know_is_named(
-    owner: type, name: str, change: Callable[..., Any], named: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    owner: type, name: str, change: Callable[..., Any], named: tuple[str, ...], does_first
 ) -> None:
-    monkeypatch.setattr(owner, name, before(owner, name, change))
+    does_first(owner, name, change)
     _, wrong = compared(ONE)
     assert wrong
     for word in named:
         assert any(word in one for one in wrong), wrong
 
 
-def test_a_saved_tensor_that_the_peak_does_not_show_is_seen_in_the_activations(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Block, "forward", before(Block, "forward", saves_more))
+def test_a_saved_tensor_that_the_peak_does_not_show_is_seen_in_the_activations(does_first) -> None:
+    does_first(Block, "forward", saves_more)
     apart, wrong = compared(ONE._replace(run=replace(ONE.run, batch=Batch(64, 8))))
     assert abs(apart.peak) < LIMIT_PERCENT  # of weights and gradients
     (told,) = wrong

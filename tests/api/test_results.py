@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import sys
 from types import SimpleNamespace
 
@@ -64,14 +63,9 @@ def test_a_frame_is_made_by_pandas_of_the_rows(monkeypatch):
 
 @pytest.mark.parametrize("method, package", [("to_frame", "pandas"), ("plot", "matplotlib")])
 def test_a_package_that_is_not_installed_is_named_with_the_remedy(method, package, monkeypatch):
-    found, own = us.schedule(pp=2), builtins.__import__
-
-    def without(name, *rest, **more):
-        if name.partition(".")[0] == package:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-        return own(name, *rest, **more)
-
-    monkeypatch.setattr(builtins, "__import__", without)
+    found = us.schedule(pp=2)
+    for module in [package, *(name for name in sys.modules if name.startswith(f"{package}."))]:
+        monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ImportError, match=f"{method}\\(\\) needs {package}, which is not installed: pip install"):
         getattr(found, method)()
 

@@ -71,9 +71,9 @@ def read_rows() -> list[Row]:
     return [Row(int(number), group, *texts) for group, rows in groups.items() for number, texts in rows.items()]
 
 
-def find_tests() -> list[Cover]:
-    """Every test that is marked with rows of the catalogue, itself or by its module."""
-    return [test for path in sorted(TESTS.rglob("test_*.py")) for test in _tests_of(path)]
+def find_tests(folder: Path = TESTS) -> list[Cover]:
+    """Every test in `folder` that is marked with rows of the catalogue, itself or by its module."""
+    return [test for path in sorted(folder.rglob("test_*.py")) for test in _tests_of(path, folder)]
 
 
 def read_results() -> dict[str, dict[str, Any]]:
@@ -167,7 +167,7 @@ def _last(tests: list[Cover], results: dict[str, dict[str, Any]]) -> str:
     return f"{what}, {when}" + (f"; {missing} not recorded" if missing else "")
 
 
-def _tests_of(path: Path) -> Iterator[Cover]:
+def _tests_of(path: Path, folder: Path) -> Iterator[Cover]:
     tree = ast.parse(path.read_text(), filename=str(path))
     shared = [mark for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark"
               for mark in (node.value.elts if isinstance(node.value, ast.List) else [node.value])]  # fmt: skip
@@ -178,7 +178,7 @@ def _tests_of(path: Path) -> Iterator[Cover]:
             rows = tuple(ast.literal_eval(number) for mark in called for number in mark.args)
             if rows:
                 nightly = any(_is(mark, "nightly") for mark in marks)
-                yield Cover(f"{path.relative_to(TESTS)}::{node.name}", rows, nightly)
+                yield Cover(f"{path.relative_to(folder)}::{node.name}", rows, nightly)
 
 
 def _is(mark: Any, name: str) -> bool:

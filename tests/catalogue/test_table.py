@@ -43,10 +43,9 @@ def test_every_row_that_injects_a_fault_has_a_control_in_ci():
     assert without_control(rows, [Cover("a.py::test_x", (1, 55), nightly=False)]) == list(range(1, 55))
 
 
-def test_a_test_is_found_by_its_mark_or_that_of_its_module(tmp_path, monkeypatch):
-    monkeypatch.setattr("catalogue.table.TESTS", tmp_path)
+def test_a_test_is_found_by_its_mark_or_that_of_its_module(tmp_path):
     text = "@pytest.mark.catalogue(3, 4)\n@pytest.mark.nightly\ndef test_a(): ...\ndef test_b(): ...\n"
     (tmp_path / "test_one.py").write_text(text)
     (tmp_path / "test_two.py").write_text("pytestmark = [pytest.mark.catalogue(5)]\ndef test_c(): ...\n")
     found = [Cover("test_one.py::test_a", (3, 4), nightly=True), Cover("test_two.py::test_c", (5,), nightly=False)]
-    assert find_tests() == found
+    assert find_tests(tmp_path) == found

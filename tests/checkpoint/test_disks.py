@@ -6,13 +6,16 @@ import json
 import os
 import resource
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from checkpoint.disk_model import recorded
 from planted import fails
 from ranks import run_ranks
 from tiny_disk import on_a_tiny_disk
@@ -185,33 +188,39 @@ def test_control_without_patience_one_error_ends_the_save(tmp_path, monkeypatch)
     assert told is not None and names(tmp_path) == ["step-00000001"]
 
 
-@pytest.mark.catalogue(33)
-def test_an_error_that_passes_while_reading_makes_no_checkpoint_look_damaged(tmp_path, monkeypatch):
+@pytest.fixture
+def call_is(monkeypatch) -> Callable[[str, Callable[..., Any]], None]:
+    """Puts something in the place of a call to the system, over what is there; nothing is waited for between two attempts."""
     monkeypatch.setattr(patience, "PAUSES_SECONDS", (0.0, 0.0))
+    return lambda name, call: monkeypatch.setattr(os, name, call)
+
+
+@pytest.mark.catalogue(33)
+def test_an_error_that_passes_while_reading_makes_no_checkpoint_look_damaged(tmp_path, call_is):
     for step in (1, 2):
         checkpoint.save(tmp_path, step, state(step), {})
     for call in range(4):  # the manifest, the shard while it is verified, the shard again, ...
         flaky = Flaky("preadv", errno.EIO, first=call)
-        monkeypatch.setattr(os, "preadv", flaky)
+        call_is("preadv", flaky)
         assert (value_of(checkpoint.newest_valid(tmp_path)), flaky.failed) == (2.0, 1)
-        monkeypatch.setattr(os, "preadv", flaky.real)
-    monkeypatch.setattr(os, "preadv", Flaky("preadv", errno.EIO, times=99))
+    call_is("preadv", Flaky("preadv", errno.EIO, times=99))
     with pytest.raises(CheckpointError, match=r"manifest\.json: .*Input/output error"):
         checkpoint.load(tmp_path / "step-00000002", state(0))
 
 
-def test_a_rename_that_was_carried_out_although_it_failed_is_done_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(patience, "PAUSES_SECONDS", (0.0, 0.0))
-    real = os.rename
+def test_a_rename_that_was_carried_out_although_it_failed_is_done_once(tmp_path, call_is):
+    real, lost = os.rename, []
 
-    def lose_the_answer(source, target):
+    def lose_the_first_answer(source, target):
         real(source, target)
-        monkeypatch.setattr(os, "rename", real)
-        raise OSError(errno.EIO, "the answer was lost")
+        if not lost:
+            lost.append(target)
+            raise OSError(errno.EIO, "the answer was lost")
 
     checkpoint.save(tmp_path, 1, state(1), {})
-    monkeypatch.setattr(os, "rename", lose_the_answer)
+    call_is("rename", lose_the_first_answer)
     checkpoint.save(tmp_path, 2, state(2), {})
+    assert len(lost) == 1
     assert names(tmp_path) == ["step-00000001", "step-00000002"]
 
 
@@ -343,9 +352,9 @@ def test_control_without_the_check_a_nan_takes_the_place_of_the_last_good_one(tm
 # --- names -------------------------------------------------------------------------------------------------------------------
 
 
-def test_a_folder_that_is_made_is_made_durable_with_all_above_it(tmp_path, monkeypatch):
-    synced = []
-    monkeypatch.setattr("ultrascale.checkpoint.disk.folders.sync_folder", synced.append)
-    make_folder(tmp_path / "a" / "b" / "c")
-    make_folder(tmp_path / "a" / "b" / "c")
-    assert synced == [tmp_path, tmp_path / "a", tmp_path / "a" / "b"]
+def test_a_folder_that_is_made_is_made_durable_with_all_above_it(tmp_path):
+    with recorded(tmp_path) as recorder:
+        make_folder(tmp_path / "a" / "b" / "c")
+        make_folder(tmp_path / "a" / "b" / "c")
+        above = [recorder.inode(str(folder)) for folder in (tmp_path, tmp_path / "a", tmp_path / "a" / "b")]
+    assert [one.inode for one in recorder.operations if one.kind == "fsync"] == above

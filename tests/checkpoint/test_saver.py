@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from planted import fails
+from planted import fails, nobody_holds_the_folder
 from ranks import run_ranks
 
 from ultrascale import checkpoint
@@ -128,7 +128,7 @@ def test_a_folder_lost_during_the_run_is_an_error_on_every_rank_and_nothing_is_w
 
 @pytest.mark.catalogue(34)
 def test_control_a_folder_that_nobody_holds_is_made_anew_and_its_loss_never_told(tmp_path, monkeypatch):
-    monkeypatch.setattr(Saver, "_open", lambda saving: None)
+    nobody_holds_the_folder(monkeypatch)
     test = test_a_folder_lost_during_the_run_is_an_error_on_every_rank_and_nothing_is_written_where_it_was
     fails(test, tmp_path, remove, "was removed", {}, told="DID NOT RAISE")
 
@@ -156,7 +156,7 @@ def test_a_place_that_cannot_be_written_is_told_before_the_first_save(tmp_path, 
 @pytest.mark.catalogue(34)
 def test_control_a_place_that_nobody_tries_at_the_start_is_told_of_at_the_first_save(tmp_path, monkeypatch):
     monkeypatch.setattr(saver, "check_writable", lambda root: None)
-    monkeypatch.setattr(Saver, "_open", lambda saving: None)
+    nobody_holds_the_folder(monkeypatch)
     fails(test_a_place_that_cannot_be_written_is_told_before_the_first_save, tmp_path, "{file}/below", told="DID NOT RAISE")
 
 
@@ -309,22 +309,27 @@ def test_a_checkpoint_with_changed_bytes_takes_the_place_of_no_good_one(tmp_path
     assert after == [[10, 11, 12], [12, 13], [13, 14]]  # 11 goes with the last good one before it, 10
 
 
-def test_each_checkpoint_is_read_back_once_before_it_counts(tmp_path, monkeypatch):
+@pytest.fixture
+def read_back(monkeypatch) -> list[str]:
+    """Names of the checkpoints that savers verify."""
     read, verify = [], saver.verify
     monkeypatch.setattr(saver, "verify", lambda folder, **how: read.append(folder.name) or verify(folder, **how))
+    return read
+
+
+def test_each_checkpoint_is_read_back_once_before_it_counts(tmp_path, read_back):
     save_many(0, tmp_path, 5, {"keep": 2})
-    assert read == [f"step-{step:08d}" for step in (3, 2, 4, 5)]
+    assert read_back == [f"step-{step:08d}" for step in (3, 2, 4, 5)]
 
 
-def test_a_step_saved_again_is_read_back_again(tmp_path, monkeypatch):
-    read, verify = [], saver.verify
+def test_a_step_saved_again_is_read_back_again(tmp_path, read_back):
     with Saver(tmp_path, keep=1) as saving:
         for step in (1, 2):
             saving.save(step, {"w": torch.ones(2, 2)}, {})
         (tmp_path / "step-00000000").mkdir()  # something to remove, so that the newest is looked at
-        monkeypatch.setattr(saver, "verify", lambda folder, **how: read.append(folder.name) or verify(folder, **how))
+        read_back.clear()
         saving.save(2, {"w": torch.zeros(2, 2)}, {})
-    assert read == ["step-00000002"]
+    assert read_back == ["step-00000002"]
 
 
 @pytest.mark.catalogue(38)

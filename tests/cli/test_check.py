@@ -13,13 +13,11 @@ from api.validator import mistakes
 
 from ultrascale.api.schemas.json_schema import schema_of
 from ultrascale.check import matrix, prove
-from ultrascale.check.compare import Verdict
 from ultrascale.check.faults.plants import PLANTS
 from ultrascale.check.faults.table import FAULTS
 from ultrascale.check.prove import Case
 from ultrascale.cli.check import _ProofProgress
 from ultrascale.cli.main import main
-from ultrascale.launch import forked
 
 CELLS = matrix.cells()
 RUN = """
@@ -105,9 +103,15 @@ def test_one_process_that_is_asked_for_is_told_that_it_proves_no_communication(r
     assert "One process communicates with nobody: this proves accumulation alone." in capsys.readouterr().out
 
 
-def test_a_run_too_large_for_a_laptop_is_proven_with_four_processes_in_groups_and_that_is_said(run_file, capsys, monkeypatch):
-    todo: list[Case] = []
-    monkeypatch.setattr(prove, "prove_all", lambda cases, **options: [todo.extend(cases), []][1])  # `tests/exact` proves them
+@pytest.fixture
+def todo(monkeypatch) -> list[Case]:
+    """The cases that would be proven; `tests/exact` proves them."""
+    asked: list[Case] = []
+    monkeypatch.setattr(prove, "prove_all", lambda cases, **options: [asked.extend(cases), []][1])
+    return asked
+
+
+def test_a_run_too_large_for_a_laptop_is_proven_with_four_processes_in_groups_and_that_is_said(run_file, capsys, todo):
     words = ("--layout.dp", "64", "--layout.dp-shard", "8", "--batch.sequences-per-batch", "64", "--own-layout", "--json")
     assert check(run_file, *words) == 0
     assert "64 processes are proven with 4.\nIts groups of 8 ranks with one copy of the state become groups of 2." in (
@@ -123,9 +127,7 @@ def test_every_fault_that_a_run_can_have_is_seen_and_the_first_parameters_named(
     assert "counted-twice: dp 2 zero 3 x 1 micro-batch, tied: step 0: gradient of embed_tokens.weight differs by 1.0" in told
 
 
-def test_all_faults_that_a_run_can_have_are_planted_and_no_others(run_file, capsys, monkeypatch):
-    todo: list[Case] = []
-    monkeypatch.setattr(prove, "prove_all", lambda cases, **options: [todo.extend(cases), []][1])
+def test_all_faults_that_a_run_can_have_are_planted_and_no_others(run_file, capsys, todo):
     check(run_file, "--plant", "all", "--own-layout", "--json")
     planted = {case.fault for case in todo}
     assert {"missing-reduce", "missing-scatter", "accumulation-reset", "stale-copy"} < planted
@@ -133,8 +135,8 @@ def test_all_faults_that_a_run_can_have_are_planted_and_no_others(run_file, caps
     assert all(FAULTS[str(case.fault)].fits(case.run) for case in todo)
 
 
-def test_verdicts_are_counted_where_a_spawned_process_forks_the_ranks(run_file, capfd, monkeypatch):
-    monkeypatch.setattr(forked, "_forks_here", False)
+def test_verdicts_are_counted_where_a_spawned_process_forks_the_ranks(run_file, capfd, forks_here, monkeypatch):
+    forks_here(False)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     assert check(run_file, "--own-layout") == 0
     assert "2 of 2 cases after" in capfd.readouterr().err
@@ -175,9 +177,7 @@ def test_while_a_proof_runs_its_phase_is_told():
     assert counted.words() == "3 of 12 cases compared"
 
 
-def test_a_run_of_several_axes_is_proven_with_all_of_them_and_one_that_does_not_fit_is_named(run_file, capsys, monkeypatch):
-    todo: list[Case] = []
-    monkeypatch.setattr(prove, "prove_all", lambda cases, **options: [todo.extend(cases), []][1])
+def test_a_run_of_several_axes_is_proven_with_all_of_them_and_one_that_does_not_fit_is_named(run_file, capsys, todo):
     assert check(run_file, *AXES, "--own-layout", "--json") == 0
     assert capsys.readouterr().err.splitlines()[0] == "The run's 512 processes are proven with 8."
     assert {(c.run.layout.tp, c.run.layout.pp, c.run.layout.dp, c.run.layout.zero_stage) for c in todo} == {(2, 2, 2, 3)}
@@ -193,15 +193,13 @@ def test_tensor_and_pipeline_parallelism_are_proven_from_the_command_line(run_fi
 
 
 def test_the_matrix_is_summed_up_and_written_as_a_page_and_what_differs_fails(tmp_path, capsys, monkeypatch):
-    few = [replace(cell, refused="layout.pp is odd") for cell in matrix.cells()[:3]]
-    monkeypatch.setattr(matrix, "cells", lambda: few)
+    cells = [replace(cell, refused="layout.pp is odd") for cell in matrix.cells()[:3]]
+    monkeypatch.setattr(matrix, "cells", lambda: cells)
     page = tmp_path / "support.md"
     assert main(["check", "--matrix", "--processes", "2", "--markdown", str(page)]) == 0
     assert "3 combinations: 3 refused" in capsys.readouterr().out and "layout.pp is odd" in page.read_text()
-    good = [Verdict("a", 1e-11, {}, (), failure="rank 1 died")] * 9
-    one = next(cell for cell in CELLS if cell.run.layout.world_size == 2)
-    monkeypatch.setattr(matrix, "cells", lambda: [one])
-    monkeypatch.setattr(matrix, "prove_all", lambda cases, **options: good[: len(cases)])
+    cell = next(cell for cell in CELLS if cell.run.layout.world_size == 2)
+    cells[:] = [replace(cell, run=replace(cell.run, model=replace(cell.run.model, vocab_size=-1)))]  # which ends every rank
     assert main(["check", "--matrix", "--json"]) == 1
     assert [row["state"] for row in json.loads(capsys.readouterr().out)] == ["DIFFERS"]
 

@@ -18,7 +18,7 @@ def verb(monkeypatch):
     """Put a function in the place of the verb `plan`."""
 
     def install(function):
-        monkeypatch.setattr(front, "import_module", lambda name: SimpleNamespace(command=function))
+        monkeypatch.setitem(sys.modules, f"ultrascale.cli.{front.VERBS['plan'].module}", SimpleNamespace(command=function))
         monkeypatch.delenv("ULTRASCALE_TRACEBACK", raising=False)
 
     return install

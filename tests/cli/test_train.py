@@ -20,16 +20,19 @@ from ultrascale.cli.main import main
 from ultrascale.config.resolve import resolve, to_toml
 from ultrascale.launch import local
 from ultrascale.launch.local import Ending
-from ultrascale.measure.machine import ceilings as machine
-from ultrascale.measure.machine.ceilings import Peak
 
 
 @pytest.fixture
-def run_file(tmp_path, monkeypatch) -> Path:
-    monkeypatch.setattr(machine, "peak_flops", lambda *arguments: Peak(1e10, "made up"))
+def run_file(tmp_path, known_peak) -> Path:
     make_corpus(tmp_path / "tokens")
     (tmp_path / "run.toml").write_text(to_toml(small_run(tmp_path)))
     return tmp_path / "run.toml"
+
+
+@pytest.fixture
+def ranks_end(monkeypatch) -> Callable[[Callable[..., Ending]], None]:
+    """Has a command of several processes call what is given in place of starting them."""
+    return lambda launch: monkeypatch.setattr(local, "launch_local", launch)
 
 
 def train(run_file: Path, *words: str) -> int:
@@ -105,15 +108,15 @@ def test_under_torchrun_a_world_of_another_size_is_a_wrong_description(run_file,
         (Ending("rank 0 failed", exit_code=2, explained=True), 2, ""),
     ],
 )
-def test_several_processes_end_as_their_launcher_says(run_file, capsys, monkeypatch, ending, code, message):
+def test_several_processes_end_as_their_launcher_says(run_file, capsys, ranks_end, ending, code, message):
     save(1)(run_file.parent / "small" / "checkpoints")
-    monkeypatch.setattr(local, "launch_local", lambda file, processes, **options: ending)
+    ranks_end(lambda file, processes, **options: ending)
     assert train(run_file, "--processes", "2") == code
     told = capsys.readouterr().err
     assert message in told and (message != "" or told == "")
 
 
-def progress_seen(run_file: Path, monkeypatch, make: list[Callable[[Path], object]]) -> list[str]:
+def progress_seen(run_file: Path, ranks_end, make: list[Callable[[Path], object]]) -> list[str]:
     """What counts restarts by, before and after each of `make` has done something in the folder of the checkpoints."""
     root, seen = run_file.parent / "small" / "checkpoints", []
 
@@ -124,7 +127,7 @@ def progress_seen(run_file: Path, monkeypatch, make: list[Callable[[Path], objec
             seen.append(progress())
         return Ending("")
 
-    monkeypatch.setattr(local, "launch_local", launch)
+    ranks_end(launch)
     assert train(run_file, "--processes", "2") == 0
     return seen
 
@@ -135,13 +138,13 @@ def save(step: int) -> Callable[[Path], object]:
 
 @pytest.mark.catalogue(9)
 @pytest.mark.parametrize("name", ["step-backup", "step-99", "step-00000099-copy", "step-99999999"])
-def test_restarts_are_counted_by_new_checkpoints_whatever_else_is_called_like_one(run_file, monkeypatch, name):
-    seen = progress_seen(run_file, monkeypatch, [lambda root: (root / name).mkdir(parents=True), save(5), save(10)])
+def test_restarts_are_counted_by_new_checkpoints_whatever_else_is_called_like_one(run_file, ranks_end, name):
+    seen = progress_seen(run_file, ranks_end, [lambda root: (root / name).mkdir(parents=True), save(5), save(10)])
     assert seen == ["none", "none", "step-00000005", "step-00000010"]
 
 
 @pytest.mark.catalogue(9)
-def test_a_damaged_newer_checkpoint_is_no_progress_and_hides_none(run_file, monkeypatch):
+def test_a_damaged_newer_checkpoint_is_no_progress_and_hides_none(run_file, ranks_end):
     def cut(root: Path) -> None:
         os.truncate(root / "step-00000090" / "rank-00000.safetensors", 10)
 
@@ -149,12 +152,12 @@ def test_a_damaged_newer_checkpoint_is_no_progress_and_hides_none(run_file, monk
         """As ranks do that read every byte."""
         root.with_name("events.jsonl").write_text('{"event": "start", "step": 5, "damaged": ["step-00000080"]}\n')
 
-    seen = progress_seen(run_file, monkeypatch, [save(90), cut, save(5), save(80), flip_and_tell, save(10)])
+    seen = progress_seen(run_file, ranks_end, [save(90), cut, save(5), save(80), flip_and_tell, save(10)])
     assert [name.removeprefix("step-000000") for name in seen] == ["none", "90", "none", "05", "80", "05", "10"]
 
 
-def test_of_a_run_that_ends_before_its_first_save_no_checkpoint_is_promised(run_file, capsys, monkeypatch):
-    monkeypatch.setattr(local, "launch_local", lambda file, processes, **options: Ending("stopped by SIGINT", stopped=True))
+def test_of_a_run_that_ends_before_its_first_save_no_checkpoint_is_promised(run_file, capsys, ranks_end):
+    ranks_end(lambda file, processes, **options: Ending("stopped by SIGINT", stopped=True))
     assert train(run_file, "--processes", "2") == 1
     assert "stopped by SIGINT\n    -> Nothing is saved yet." in capsys.readouterr().err
 
@@ -163,13 +166,13 @@ def test_of_a_run_that_ends_before_its_first_save_no_checkpoint_is_promised(run_
     "code, step, after, told", [(1, None, False, 0), (2, None, False, 0), (1, 3, False, 2), (1, None, True, 2)]
 )
 def test_what_restarts_have_cost_is_not_told_of_a_start_that_was_refused(
-    run_file, tmp_path, capsys, monkeypatch, code, step, after, told
+    run_file, tmp_path, capsys, ranks_end, code, step, after, told
 ):
     events = [{"event": "failure", "time": 1.0, "cause": "no"}, {"event": "start", "time": 2.0, "step": 0}]
     (tmp_path / "small").mkdir()
     (tmp_path / "small" / "events.jsonl").write_text("".join(f"{json.dumps(event)}\n" for event in events))
     ending = Ending("rank 0 failed: no", exit_code=code, explained=True, step=step, after_failures=after)
-    monkeypatch.setattr(local, "launch_local", lambda file, processes, **options: ending)
+    ranks_end(lambda file, processes, **options: ending)
     assert train(run_file, "--processes", "2") == code
     assert len(capsys.readouterr().out.splitlines()) == told
 
@@ -190,13 +193,12 @@ def test_what_restarts_have_cost_is_not_told_of_a_start_that_was_refused(
     ],
 )
 def test_a_mistake_is_told_with_its_remedy_before_anything_starts(run_file, tmp_path, capsys, monkeypatch, words, message):
-    monkeypatch.setattr(verb, "RunFolder", None)  # not even a folder is made
     monkeypatch.setitem(sys.modules, "wandb", None)
     backward_first = tmp_path / "backward_first.csv"
     backward_first.write_text("0B0,0F0\n1F0,1B0\n")
     assert main(["train", *(word.format(run=run_file, backward_first=backward_first) for word in words)]) == 2
     assert message in capsys.readouterr().err
-    assert not (tmp_path / "small").exists()
+    assert not (tmp_path / "small").exists()  # not even a folder is made
 
 
 def test_of_ranks_that_are_started_too_only_json_goes_to_stdout(run_file):

@@ -250,10 +250,8 @@ def test_a_parquet_file_that_is_none_is_refused_by_name(tmp_path):
 
 @pytest.mark.parametrize("package", ["zstandard", "pyarrow"])
 def test_a_missing_package_says_what_to_install(tmp_path, package, monkeypatch):
-    def refuse(name):
-        raise ImportError(name)
-
-    monkeypatch.setattr("ultrascale.data.reading.compressed.importlib.import_module", refuse)
+    for module in (package, f"{package}.parquet"):
+        monkeypatch.setitem(sys.modules, module, None)
     path = write(tmp_path, "x.jsonl.zst" if package == "zstandard" else "x.parquet", b"")
     with pytest.raises(DataError, match=rf"{package}: .* pip install 'ultrascale\[data\]'"):
         read_all(path)
@@ -262,11 +260,16 @@ def test_a_missing_package_says_what_to_install(tmp_path, package, monkeypatch):
 LONG_TEXTS = ['quote " backslash \\ newline \n tab \t', "é漢😀\u2028", "\\\\\\", "\u0001", "x" * 5]
 
 
+@pytest.fixture
+def little_memory(monkeypatch) -> None:
+    """For a line of 100 kB at most, in place of 4 MiB: reading some of those takes seconds."""
+    monkeypatch.setattr(documents, "LONGEST_LINE", 100_000)
+
+
 @pytest.mark.catalogue(56)
 @pytest.mark.parametrize("ascii_only", [True, False])
 @pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
-def test_a_line_too_long_for_memory_gives_the_same_text(tmp_path, monkeypatch, ascii_only, suffix):
-    monkeypatch.setattr(documents, "LONGEST_LINE", 100_000)
+def test_a_line_too_long_for_memory_gives_the_same_text(tmp_path, little_memory, ascii_only, suffix):
     text = "".join(LONG_TEXTS) * 20_000
     value = {"a": {"text": "inner"}, "other": "y" * 300_000, "text": text, "z": [1, {"k": "w" * 90_000}]}
     line = json.dumps(value, ensure_ascii=ascii_only).encode()
@@ -279,20 +282,15 @@ def test_a_line_too_long_for_memory_gives_the_same_text(tmp_path, monkeypatch, a
 @settings(max_examples=150, deadline=None)
 def test_a_long_string_cut_anywhere_decodes_the_same(piece, text, ascii_only):
     import io
-    from unittest.mock import patch
 
     from ultrascale.data.reading import long_lines
 
     line = json.dumps({"n": 1, "text": text}, ensure_ascii=ascii_only).encode()
-    with patch.object(long_lines, "PIECE_BYTES", piece), patch.object(long_lines, "LONG_STRING", 4):
-        short = long_lines.shorten(io.BytesIO(line), 10_000)
-        assert short is not None
-        mark = long_lines.marked(json.loads(short[0])["text"])
-        found = (
-            json.loads(short[0])["text"]
-            if mark is None
-            else "".join(long_lines.string_pieces(io.BytesIO(line), *short[1][mark]))
-        )
+    short = long_lines.shorten(io.BytesIO(line), 10_000, long_string=4, piece_bytes=piece)
+    assert short is not None
+    found = json.loads(short[0])["text"]
+    if (mark := long_lines.marked(found)) is not None:
+        found = "".join(long_lines.string_pieces(io.BytesIO(line), *short[1][mark], piece_bytes=piece))
     assert found == text
 
 
@@ -311,8 +309,7 @@ def test_a_long_string_cut_anywhere_decodes_the_same(piece, text, ascii_only):
         (b'"", "x": "' + b"x" * 300_000 + b'"', "empty"),
     ],
 )
-def test_a_bad_line_too_long_for_memory_is_named_by_reason(tmp_path, monkeypatch, value, reason):
-    monkeypatch.setattr(documents, "LONGEST_LINE", 100_000)
+def test_a_bad_line_too_long_for_memory_is_named_by_reason(tmp_path, little_memory, value, reason):
     path = write(tmp_path, "x.jsonl", b'{"text": ' + value + b'}\n{"text": "after"}\n')
     found = [item if isinstance(item, str) else item.reason for item in read_all(path)]
     assert found[0] == reason

@@ -24,6 +24,7 @@ from ultrascale.data.preparing.inspect import verify_folder
 from ultrascale.data.preparing.prepare import Progress, Recipe, prepare
 from ultrascale.data.preparing.shards import is_held_out
 from ultrascale.data.preparing.workers import run_tasks
+from ultrascale.data.reading.documents import PIECE_BYTES
 from ultrascale.data.tokenizer import train_tokenizer
 
 
@@ -228,17 +229,12 @@ def test_after_a_failure_the_same_command_may_skip_and_a_strict_one_fails_again(
                 prepare([source], output=out, recipe=recipe(tokenizer, on_bad=on_bad), workers=1)
 
 
-def test_a_long_bad_document_is_taken_back(tmp_path, tokenizer, monkeypatch):
-    from ultrascale.data import tokenizer as windows
-    from ultrascale.data.reading import documents
-
-    monkeypatch.setattr(documents, "PIECE_BYTES", 500)
-    monkeypatch.setattr(windows, "WINDOW", 200)
-    monkeypatch.setattr(windows, "CONTEXT", 100)
+def test_a_long_bad_document_is_taken_back(tmp_path, tokenizer):
+    """Its first piece, and several windows of it, are good."""
     folder = tmp_path / "source"
     folder.mkdir()
     (folder / "a.txt").write_text("a good one " * 300)
-    (folder / "b.txt").write_bytes(b"a bad one " * 300 + b"\xff")
+    (folder / "b.txt").write_bytes(b"a bad one " * (PIECE_BYTES // 8) + b"\xff")
     (folder / "c.txt").write_text("another " * 300)
     made = prepare([folder], output=tmp_path / "out", recipe=Recipe(tokenizer=tokenizer, on_bad="skip"), workers=1).manifest
     assert texts_of(tmp_path / "out") == ["a good one " * 300, "another " * 300]

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from ultrascale.data import tokenizer as module
 from ultrascale.data.files import DataError
 from ultrascale.data.tokenizer import LongEncoder, encode_all, load_tokenizer, tokenizer_facts, train_tokenizer
 
@@ -117,21 +116,18 @@ def test_a_vocabulary_too_small_for_bytes_is_refused():
         train_tokenizer(TEXT, 256)
 
 
-def in_windows(path, text, monkeypatch, *, window=200, context=100, piece=37):
-    monkeypatch.setattr(module, "WINDOW", window)
-    monkeypatch.setattr(module, "CONTEXT", context)
-    monkeypatch.setattr(module, "_AGREE", context // 2)
-    encoder = LongEncoder(load_tokenizer(path))
+def in_windows(path, text, *, window=200, context=100, piece=37):
+    encoder = LongEncoder(load_tokenizer(path), window=window, context=context)
     ids = [token for part in encoder.encode(text[at : at + piece] for at in range(0, len(text), piece)) for token in part]
     return ids, encoder.inexact_cuts
 
 
 @pytest.mark.parametrize("kind", ["trained", "sentencepiece_like"])
 @pytest.mark.parametrize("length", [0, 1, 199, 200, 201, 300, 301, 5000])
-def test_a_document_in_windows_has_the_ids_of_the_whole(kind, length, request, monkeypatch):
+def test_a_document_in_windows_has_the_ids_of_the_whole(kind, length, request):
     path = request.getfixturevalue(kind)
     text = ("".join(TEXT) * 20)[:length]
-    ids, inexact = in_windows(path, text, monkeypatch)
+    ids, inexact = in_windows(path, text)
     assert (ids, inexact) == (encode_all(load_tokenizer(path), [text])[0], 0)
 
 
@@ -141,18 +137,17 @@ WORDS = ["the ", "quick", " ", "\n", "    ", "é", "😀", "漢字", ".", "1", "
 @given(text=st.lists(st.sampled_from(WORDS), max_size=300).map("".join))
 @settings(max_examples=60, deadline=None)
 def test_any_text_in_windows_decodes_to_itself_and_is_exact_where_it_says_so(trained, text):
-    with pytest.MonkeyPatch.context() as patch:
-        ids, inexact = in_windows(trained, text, patch, window=60, context=30)
+    ids, inexact = in_windows(trained, text, window=60, context=30)
     tokenizer = load_tokenizer(trained)
     assert tokenizer.decode(ids) == text
     if inexact == 0:
         assert ids == encode_all(tokenizer, [text])[0]
 
 
-def test_a_run_without_any_place_to_cut_is_counted_and_loses_nothing(tmp_path, monkeypatch):
+def test_a_run_without_any_place_to_cut_is_counted_and_loses_nothing(tmp_path):
     tokenizer = train_tokenizer(["a" * 4096] * 3, 268)
     path = saved(tokenizer, tmp_path / "tokenizer.json")
     text = "a" * 3001
-    ids, inexact = in_windows(path, text, monkeypatch, window=333, context=50)
+    ids, inexact = in_windows(path, text, window=333, context=50)
     assert load_tokenizer(path).decode(ids) == text
     assert inexact > 0

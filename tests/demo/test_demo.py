@@ -8,12 +8,15 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from contextlib import nullcontext
 from io import StringIO
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from ultrascale.check.faults.plants import PLANTS
 from ultrascale.cli.main import main
 from ultrascale.cli.start.demo import command
 from ultrascale.config.resolve import resolve
@@ -108,19 +111,17 @@ def test_the_library_is_some_megabytes_of_sources_without_tests_and_packages():
     assert not [file.name for file in found if {"test", "site-packages"} & set(Path(file.name).parts)]
 
 
-def test_a_python_without_sources_is_told_so(tmp_path, monkeypatch):
+def test_a_python_without_sources_is_told_so(tmp_path):
     (tmp_path / "os.pyc").touch()
-    monkeypatch.setattr(text.sysconfig, "get_path", lambda name: str(tmp_path))
     with pytest.raises(DemoError, match=r"no sources of its standard library.*python3"):
-        text.library_folder()
+        text.library_folder(tmp_path)
 
 
-def test_a_library_folder_that_holds_far_more_than_a_library_is_refused(tmp_path, monkeypatch):
-    (tmp_path / "os.py").write_text("x = 1\n")
-    monkeypatch.setattr(text, "LARGEST_BYTES", 3)
-    monkeypatch.setattr(text.sysconfig, "get_path", lambda name: str(tmp_path))
+def test_a_library_folder_that_holds_far_more_than_a_library_is_refused(tmp_path):
+    (tmp_path / "os.py").touch()
+    os.truncate(tmp_path / "os.py", text.LARGEST_BYTES + 1)
     with pytest.raises(DemoError, match="where a standard library has about 10"):
-        text.library_folder()
+        text.library_folder(tmp_path)
 
 
 def test_the_printed_command_prepares_the_same(tmp_path):
@@ -286,12 +287,10 @@ def test_the_proof_of_the_demos_layouts_holds_and_counts_its_cases(in_tmp):
 
 
 def test_a_planted_fault_that_is_missed_fails_the_claim(in_tmp, monkeypatch):
-    monkeypatch.setattr(proof, "CLASSIC", ("shifted-batch",))
     run = recipe.write_run(Path("."))
-    assert proof.plant_faults(run).facts["seen"] == {"shifted-batch": "embed_tokens.weight"}
-    monkeypatch.setattr(proof, "replace", lambda case, **changes: case)
-    monkeypatch.setattr(proof, "CLASSIC", (next(iter(proof.cases(run, own_layout=True))).name,))
-    assert proof.plant_faults(run).verdict == "fails"
+    assert proof.plant_faults(run, ["shifted-batch"]).facts["seen"] == {"shifted-batch": "embed_tokens.weight"}
+    monkeypatch.setitem(PLANTS, "shifted-batch", lambda trainer: nullcontext())
+    assert proof.plant_faults(run, ["shifted-batch"]).verdict == "fails"
 
 
 @pytest.mark.parametrize(("loss", "verdict"), [(4.3, "holds"), (5.5, "fails")])
@@ -303,13 +302,13 @@ def test_the_loss_must_be_a_nat_below_the_unigram_entropy(loss, verdict):
 
 
 def test_without_transformers_its_claim_is_skipped_and_says_what_to_install(in_tmp, monkeypatch):
-    monkeypatch.setattr(exported, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "transformers", None)
     claim = exported.compare_with_transformers(Path("."), recipe.write_run(Path(".")))
     assert (claim.verdict, claim.number) == ("skipped", "transformers is not installed: pip install transformers")
 
 
 def test_without_matplotlib_the_plots_are_skipped_and_say_what_to_install(monkeypatch):
-    monkeypatch.setattr(story, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     demo = Demo(Path("demo"), screen())
     story._plots(demo, [], {}, 6.2)
     assert demo.claims[0].verdict == "skipped"
@@ -338,22 +337,28 @@ def test_without_torch_nothing_is_made_and_the_extra_is_named(in_tmp, monkeypatc
     assert list(in_tmp.iterdir()) == []
 
 
+@pytest.fixture
+def demo_is(monkeypatch) -> Callable[[Callable[[Path, Screen], Demo]], None]:
+    """Has the command show what is given in place of the demo."""
+    return lambda run: monkeypatch.setattr(story, "run_demo", run)
+
+
 @pytest.mark.parametrize(("holds", "code"), [(True, 0), (False, 1)])
-def test_the_exit_code_says_whether_every_claim_holds(monkeypatch, capsys, holds, code):
+def test_the_exit_code_says_whether_every_claim_holds(demo_is, capsys, holds, code):
     claims = [Claim("a", "not installed", "skipped"), judged("b", "1.0", holds, value=1.0)]
-    monkeypatch.setattr("ultrascale.demo.story.run_demo", lambda folder, on: Demo(folder, on, claims=claims))
+    demo_is(lambda folder, on: Demo(folder, on, claims=claims))
     assert command(["--json"]) == code
     told = json.loads(capsys.readouterr().out)
     assert [claim["verdict"] for claim in told["claims"]] == ["skipped", "holds" if holds else "fails"]
     assert told["claims"][1]["facts"] == {"value": 1.0}
 
 
-def test_sigterm_leaves_as_ctrl_c_does(monkeypatch):
+def test_sigterm_leaves_as_ctrl_c_does(demo_is):
     def run_demo(folder: Path, on: Screen) -> Demo:
         os.kill(os.getpid(), signal.SIGTERM)
         raise AssertionError("went on")
 
-    monkeypatch.setattr("ultrascale.demo.story.run_demo", run_demo)
+    demo_is(run_demo)
     assert main(["demo"]) == 130
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 

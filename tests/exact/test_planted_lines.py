@@ -17,7 +17,6 @@ import pytest
 from torch import Tensor
 
 from ultrascale.catalogue.models.model_presets import PRESETS
-from ultrascale.check import prove
 from ultrascale.check.cases import cases
 from ultrascale.check.compare import Verdict
 from ultrascale.check.faults.plants import PLANTS
@@ -148,8 +147,6 @@ def test_experts_that_are_chosen_otherwise_where_two_are_exactly_as_good_are_see
 def test_a_rank_that_waits_for_ever_is_told_by_rank_and_by_what_it_waits_for(monkeypatch):
     finish = share.Share.finish_gradients
     monkeypatch.setattr(share.Share, "finish_gradients", lambda self: self.mesh.rank or finish(self))
-    monkeypatch.setattr(prove, "STEP_SECONDS", 3.0)
-    monkeypatch.setattr(prove, "SECONDS_A_RANK", 0.0)
-    (verdict,) = prove_all([case_of(LINES["a tied gradient not waited for"])], steps=1, go_on=True)
+    (verdict,) = prove_all([case_of(LINES["a tied gradient not waited for"])], steps=1, go_on=True, step_seconds=3.0)
     told = verdict.failure.splitlines()[-1]
     assert re.search(r"rank (0 waited for rank 1 in the sum of a tied|1 waited for rank 0 in the norm of the)", told)

@@ -43,15 +43,15 @@ def examples(count: int) -> settings:
     )  # fmt: skip
 
 
-def confined(work: Callable[..., None], *arguments: Any) -> None:
-    """Run `work` in a forked process that may take 512 MiB more, and 100 s. Fails with its traceback."""
+def confined(work: Callable[..., None], *arguments: Any, seconds: float = SECONDS * TIMES) -> None:
+    """Run `work` in a forked process that may take 512 MiB more, and so many seconds. Fails with its traceback."""
     context = multiprocessing.get_context("fork")
     receiving, sending = context.Pipe(duplex=False)
     process = context.Process(target=_child, args=(sending, work, arguments), daemon=True)
     process.start()
     sending.close()
     try:
-        said = receiving.recv() if receiving.poll(SECONDS * TIMES) else "took too long: a hang"
+        said = receiving.recv() if receiving.poll(seconds) else "took too long: a hang"
     except EOFError:
         process.join()
         said = f"the process died with exit code {process.exitcode}"
@@ -137,18 +137,23 @@ class Ended(NamedTuple):
         return "flood" if self.code == 2 and len(self.said) > LONGEST_REFUSAL else ""
 
 
-def command(words: Sequence[str], folder: Path) -> Ended:
-    """How `ultrascale WORDS` ends in `folder`, in a fork of this process: what is imported here already costs nothing."""
+def command(
+    words: Sequence[str], folder: Path, *, run: Callable[[list[str]], Any] = main, seconds: int = COMMAND_SECONDS
+) -> Ended:
+    """How `ultrascale WORDS` ends in `folder`, in a fork of this process: what is imported here already costs nothing. It may
+    take so many seconds of a processor."""
     printed, begun = folder / "printed.txt", folder / "begun.txt"
     child = os.fork()
     if child == 0:
-        _be_the_command(words, folder, printed, begun)
+        _be_the_command(words, folder, printed, begun, run, seconds)
     _, status, used = os.wait4(child, 0)
     said, extra = printed.read_text(errors="replace"), used.ru_maxrss / 1024 - float(begun.read_text())
     return Ended((*words,), os.waitstatus_to_exitcode(status), said, used.ru_utime + used.ru_stime, extra)
 
 
-def _be_the_command(words: Sequence[str], folder: Path, printed: Path, begun: Path) -> None:
+def _be_the_command(
+    words: Sequence[str], folder: Path, printed: Path, begun: Path, run: Callable[[list[str]], Any], seconds: int
+) -> None:
     code = 70
     try:
         begun.write_text(str(int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20))
@@ -160,9 +165,9 @@ def _be_the_command(words: Sequence[str], folder: Path, printed: Path, begun: Pa
         resource.setrlimit(resource.RLIMIT_AS, (_taken_bytes() + (COMMAND_MIB << 20), resource.RLIM_INFINITY))
         resource.setrlimit(resource.RLIMIT_FSIZE, (PRINTED_MIB << 20, resource.RLIM_INFINITY))
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        resource.setrlimit(resource.RLIMIT_CPU, (COMMAND_SECONDS, resource.RLIM_INFINITY))
-        signal.alarm(PATIENCE * COMMAND_SECONDS)
-        code = main([*words])
+        resource.setrlimit(resource.RLIMIT_CPU, (seconds, resource.RLIM_INFINITY))
+        signal.alarm(PATIENCE * seconds)
+        code = run([*words])
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 1
     except BaseException:

@@ -14,7 +14,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from fuzz.confined import HUGE, Figures, changed, command, commanded, damaged
+from fuzz.confined import HUGE, LONGEST_REFUSAL, Figures, changed, command, commanded, damaged
 from hypothesis import strategies as st
 from train.small_runs import make_corpus, small_run
 
@@ -267,16 +267,12 @@ def test_a_command_over_any_file_ends_with_a_result_or_a_few_words(tmp_path, nam
     print(f"{name}: {commanded(data, ends, tmp_path, target.nightly if night else target.here)}")
 
 
-def test_control_a_traceback_a_hang_a_death_and_a_flood_of_a_command_are_seen(tmp_path, monkeypatch):
-    monkeypatch.setattr("fuzz.confined.COMMAND_SECONDS", 1)
-    monkeypatch.setattr("fuzz.confined.LONGEST_REFUSAL", 1000)
-
+def test_control_a_traceback_a_hang_a_death_and_a_flood_of_a_command_are_seen(tmp_path):
     def ends_by(what: Callable[[], Any]) -> str:
-        monkeypatch.setattr("fuzz.confined.main", lambda words: what())
-        return command(["show"], tmp_path).wrong
+        return command(["show"], tmp_path, run=lambda words: what(), seconds=1).wrong
 
     def flood() -> int:
-        print("unknown key\n" * 1000)
+        print("x" * (LONGEST_REFUSAL + 1))
         return 2
 
     def for_good() -> int:

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 from gold.curves import CURVES, NO_SCALE, PREFIX, STEPS, furthest, recorded, train
+from planted import the_norm_is_of_scaled_gradients
 
 from ultrascale.kernels.optimizers import block_quantise as stochastic
 from ultrascale.kernels.optimizers import narrow_moments
 from ultrascale.kernels.optimizers.narrow_moments import SECOND, round_trip
-from ultrascale.parallel.share import Share
 
 SAME_LOSS, SAME_NORM = 0.01, 0.02
 """Nats, and a share of the norm: between machines whose products round otherwise, over the first steps."""
@@ -60,8 +60,7 @@ def test_fp16_without_loss_scaling_leaves_the_record():
 
 
 def test_a_norm_taken_before_unscaling_leaves_the_record(monkeypatch):
-    norm = Share.gradient_norm
-    monkeypatch.setattr(Share, "gradient_norm", lambda share: norm(share) * 65536)
+    the_norm_is_of_scaled_gradients(monkeypatch, 65536)
     found = train(CURVES["fp16"].run, 2)
     assert min(np.divide(found.norms, recorded()["fp32"].norms[:2])) > 1000
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from ultrascale.description.layout import Layout
 from ultrascale.description.run import Batch, Optimizer, Run
 from ultrascale.description.sections.islands import Islands, Outer
 from ultrascale.parallel.mesh import Ranks
-from ultrascale.train import trainer as trainer_module
 from ultrascale.train.corpora import build_loader
 from ultrascale.train.trainer import Trainer
 
@@ -35,25 +33,21 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def plain_sgd(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the inner optimizer."""
-
-    def build(share: Any, settings: Optimizer, *, seed: int) -> torch.optim.Optimizer:
-        return torch.optim.SGD(share.parameters(), lr=settings.learning_rate)
-
-    monkeypatch.setattr(trainer_module, "build_optimizer", build)
-    monkeypatch.setattr(trainer_module, "create_state", lambda optimizer, steps_done: None)
-    monkeypatch.setattr("ultrascale.train.folder.resume.moments_of", lambda weight, settings: ())
+HUGE = 1e14
+PLAIN_SGD = Optimizer(
+    learning_rate=0.05 * HUGE, eps=HUGE, beta1=0.0, beta2=0.0, weight_decay=0.0, warmup_steps=3, schedule="constant",
+    clip_grad_norm=None,
+)  # fmt: skip
+"""AdamW without a memory, whose step 0.05 eps g / (|g| + eps) is 0.05 g to the last digits."""
 
 
 @pytest.mark.parametrize("layout", [ONE, replace(ONE, dp=2), replace(ONE, dp=2, zero_stage=3), replace(ONE, tp=2)])
-def test_averaging_after_every_step_of_sgd_is_data_parallelism(home: Path, plain_sgd: None, layout: Layout) -> None:
-    whole = run_of(home, "whole", steps=FEW)
+def test_averaging_after_every_step_of_sgd_is_data_parallelism(home: Path, layout: Layout) -> None:
+    whole = run_of(home, "whole", optimizer=PLAIN_SGD, steps=FEW)
     if not (home / "whole").exists():
         trained(whole)
     apart = run_of(home, f"apart-{layout.dp}-{layout.zero_stage}-{layout.tp}", layout,
-                   islands=Islands(2, every_steps=1, outer=AVERAGE), steps=FEW)  # fmt: skip
+                   islands=Islands(2, every_steps=1, outer=AVERAGE), optimizer=PLAIN_SGD, steps=FEW)  # fmt: skip
     trained(apart)
     assert largest_error(weights(apart), weights(whole)) < TOLERANCE
     assert same(weights(apart), weights(island(apart, 1)))
@@ -84,17 +78,18 @@ AT_NIGHT = [
     *(pytest.param(*one, marks=pytest.mark.nightly) for one in AT_NIGHT),
 ])  # fmt: skip
 def test_islands_that_differ_in_dp_are_data_parallelism_over_all_of_them(
-    home: Path, plain_sgd: None, degrees: tuple[int, ...], layout: Layout, model: Model
+    home: Path, degrees: tuple[int, ...], layout: Layout, model: Model
 ) -> None:
     """Shares of the batch and weights in the mean are in proportion to dp."""
     batch = Batch(SEQUENCE, 12 if sum(degrees) in (3, 4, 6) else 10)
-    whole = run_of(home, f"whole-of-{batch.sequences_per_batch}-{model.num_experts}", batch=batch, model=model, steps=FEW)
+    whole = run_of(home, f"whole-of-{batch.sequences_per_batch}-{model.num_experts}", batch=batch, model=model,
+                   optimizer=PLAIN_SGD, steps=FEW)  # fmt: skip
     if not (home / whole.name).exists():
         trained(whole)
     cut = (*degrees, layout.zero_stage, layout.tp, layout.ep, layout.expert_tp, model.num_experts)
     name = f"differ-{'-'.join(map(str, cut))}"
     run = run_of(home, name, replace(layout, dp=degrees[0]), batch=batch, model=model,
-                 islands=Islands(len(degrees), 1, AVERAGE, dp=degrees), steps=FEW)  # fmt: skip
+                 islands=Islands(len(degrees), 1, AVERAGE, dp=degrees), optimizer=PLAIN_SGD, steps=FEW)  # fmt: skip
     trained(run)
     assert largest_error(weights(run), weights(whole)) < TOLERANCE
     assert all(same(weights(run), weights(island(run, number))) for number in range(1, len(degrees)))

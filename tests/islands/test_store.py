@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 from islands.apart import until
+from stand_ins import Clock
 
 from ultrascale.islands import presence
 from ultrascale.islands.presence import KNOCKS, Presence
@@ -64,21 +65,10 @@ def test_a_word_is_replaced_and_forgotten(url: str) -> None:
     assert one.get("state/1-aa") is None
 
 
-class Clock:
-    """`time` of islands that count signs of life: it moves when the test says so."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(presence, "time", clock)
-    return clock
+def clock(clock_of) -> Clock:
+    """Of islands that count signs of life."""
+    return clock_of(presence)
 
 
 SILENT_SECONDS = 0.5
@@ -161,11 +151,10 @@ def test_a_folder_that_is_gone_is_named(tmp_path: Path) -> None:
         store.set("current/0", "0-aa")
 
 
-def test_a_server_that_cannot_listen_says_so_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_cannot_listen_says_so_in_one_sentence() -> None:
     for words in (["no.such.host.invalid", "29400"], ["127.0.0.1", "70000"]):
-        monkeypatch.setattr(sys, "argv", ["store", *words])
         with pytest.raises(SystemExit, match=f"^cannot listen at {':'.join(words)}: .*Name an address and a free port"):
-            main()
+            main(words)
 
 
 HEARS_CTRL_C = """

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tomllib
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -87,10 +87,10 @@ def test_data_that_this_machine_does_not_have_is_noted(there, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_a_closed_stdout_is_no_error(there, monkeypatch):
-    monkeypatch.setattr(sys, "stdout", None)
-    assert main(["launch", "slurm", "run.toml", "--nodes", "8", "--print"]) == 0
-    assert main(["launch", "slurm", "run.toml", "--nodes", "8"]) == 0
+def test_a_closed_stdout_is_no_error(there):
+    with redirect_stdout(None):  # as Python has it then
+        assert main(["launch", "slurm", "run.toml", "--nodes", "8", "--print"]) == 0
+        assert main(["launch", "slurm", "run.toml", "--nodes", "8"]) == 0
     assert (there / "big.sbatch").exists()
 
 
@@ -467,7 +467,7 @@ def test_what_is_wrong_is_told_in_a_sentence_before_anything_is_written(case, th
 
 @pytest.mark.parametrize("launcher", ["slurm", "kubernetes", "skypilot", "ssh"])
 def test_a_launcher_that_is_not_installed_is_named_and_nothing_is_written(launcher, there, capsys, monkeypatch):
-    monkeypatch.setattr(shutil, "which", lambda program: None)
+    monkeypatch.setenv("PATH", "")
     hosts = ["--launch.hosts", ",".join(f"h{number}" for number in range(8))] if launcher == "ssh" else []
     told = refused(capsys, launcher, "run.toml", "--nodes", "8", "--submit", *hosts, *IN_A_BUCKET)
     assert "is not installed here" in told and os.listdir(there) == ["run.toml"]
@@ -556,22 +556,30 @@ def test_the_state_of_a_run_is_that_of_its_last_start(case, there):
     assert (told.stdout.strip(), told.returncode) == (expected, state.EXIT_CODES[expected])
 
 
-def test_a_rank_that_gives_no_signs_for_long_is_not_alive_and_one_that_is_gone_is_no_matter(there, monkeypatch, capsys):
+BEAT_AND_END = """
+import sys
+from pathlib import Path
+from ultrascale.heartbeat import HeartbeatWriter
+heart = HeartbeatWriter(Path(sys.argv[1]), 3, hang_seconds=1.0)
+heart.started_at, heart.steps_done = 0, 1
+heart.beat("forward")
+"""
+
+
+def test_a_rank_that_gives_no_signs_for_long_is_not_alive_and_one_that_is_gone_is_no_matter(there, capsys):
     from ultrascale import heartbeat
 
-    monkeypatch.setattr(alive, "scratch_places", lambda: [there])
     folder = there / "ultrascale-signs-x"
     folder.mkdir()
-    assert alive.main() == 0
+    assert alive.main([there], slack_seconds=-2.0) == 0
     heart = heartbeat.HeartbeatWriter(folder, 3, hang_seconds=1.0)
-    heart.steps_done = heart.started_at = 5
-    monkeypatch.setattr(heartbeat, "START_SECONDS", 0.0)
+    heart.started_at, heart.steps_done = 0, 1
     heart.beat("forward")
-    assert alive.main() == 0
-    monkeypatch.setattr(alive, "SLACK_SECONDS", -2.0)
-    assert alive.main() == 1 and "rank 3 has given no sign of life" in capsys.readouterr().out
-    monkeypatch.setattr(alive, "_lives", lambda pid: False)
-    assert alive.main() == 0
+    assert alive.main([there]) == 0
+    assert alive.main([there], slack_seconds=-2.0) == 1 and "rank 3 has given no sign of life" in capsys.readouterr().out
+    (folder / "3.beat").unlink()
+    subprocess.run([sys.executable, "-c", BEAT_AND_END, str(folder)], check=True)
+    assert heartbeat.read(folder)[0].rank == 3 and alive.main([there], slack_seconds=-2.0) == 0
 
 
 def test_the_image_is_built_from_what_is_in_the_repository_and_the_package_index_alone():

@@ -32,11 +32,6 @@ def drifting(x: Tensor) -> Tensor:
     return x * (2 + torch.rand(()) * 1e-4)
 
 
-def inject(monkeypatch, seconds: dict[str, float]) -> None:
-    """Let each form take as long as is told, instead of as it does."""
-    monkeypatch.setattr(contest, "_timed", lambda forms, inputs, passes: {name: seconds[name] for name in forms})
-
-
 @pytest.mark.parametrize(
     ("seconds", "winner"),
     [
@@ -45,8 +40,8 @@ def inject(monkeypatch, seconds: dict[str, float]) -> None:
         ({"a": 1.03, "b": 1.0, "c": 0.999}, "b"),
     ],
 )
-def test_the_fastest_wins_and_of_those_as_fast_the_one_named_first(monkeypatch, seconds, winner):
-    inject(monkeypatch, seconds)
+def test_the_fastest_wins_and_of_those_as_fast_the_one_named_first(kernel_seconds, seconds, winner):
+    kernel_seconds(seconds.__getitem__)
     outcomes = measure(dict.fromkeys("abc", doubled), [torch.ones(3)])
     assert outcomes == seconds
     assert decide("it", [outcomes]).chosen == winner
@@ -70,8 +65,8 @@ def test_forms_are_timed_for_real_and_take_turns():
     assert turns == "sf" + ("s" * contest.PASSES + "f" * contest.PASSES) * contest.ROUNDS
 
 
-def test_what_fails_is_wrong_or_was_left_out_never_wins_and_says_why(monkeypatch):
-    inject(monkeypatch, {"right": 5.0})
+def test_what_fails_is_wrong_or_was_left_out_never_wins_and_says_why(kernel_seconds):
+    kernel_seconds({"right": 5.0}.__getitem__)
     forms = {"right": doubled, "wrong": wrong, "failing": failing, "left": "is for CUDA"}
     verdict = decide("it", [measure(forms, [torch.ones(3)])])
     assert verdict.chosen == "right" and list(verdict.seconds) == ["right"]
@@ -127,12 +122,10 @@ def test_attention_s_cores_that_the_cpu_has_are_timed_on_the_run_s_masks(documen
     assert compiled["varlen"] == "cannot be compiled on the CPU"
 
 
-def test_inputs_are_of_as_few_sequences_as_memory_allows_and_never_of_none(monkeypatch):
+def test_inputs_are_of_as_few_sequences_as_memory_allows_and_never_of_none():
     assert SHAPE.inputs(CPU)[0].shape == (2, 48, 4, 8)
-    monkeypatch.setattr(attention_contest, "MOST_BYTES", 48 * (4 + 2 + 2) * 8 * 4)
-    assert [one.shape[0] for one in SHAPE.inputs(CPU)] == [1, 1, 1]
-    monkeypatch.setattr(attention_contest, "MOST_BYTES", 1)
-    assert SHAPE.inputs(CPU)[0].shape[0] == 1
+    assert [one.shape[0] for one in SHAPE.inputs(CPU, most_bytes=48 * (4 + 2 + 2) * 8 * 4)] == [1, 1, 1]
+    assert SHAPE.inputs(CPU, most_bytes=1)[0].shape[0] == 1
 
 
 def test_which_cores_take_part_on_cuda():

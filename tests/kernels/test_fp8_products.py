@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -33,7 +34,13 @@ def strict(
 
 
 @pytest.fixture
-def native(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
+def multiplies(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+    """Says whether the device has products of fp8."""
+    return lambda has: monkeypatch.setattr(fp8, "multiplies_fp8", lambda device: has)
+
+
+@pytest.fixture
+def native(cpu_as_cuda, multiplies, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
     """Let products run as on a GPU that has them; the sizes of those that did."""
     seen: list[tuple[int, int, int]] = []
 
@@ -41,8 +48,7 @@ def native(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
         seen.append((len(left), left.shape[1], right.shape[1]))
         return strict(left, right, *rest, **options)
 
-    monkeypatch.setattr(fp8, "is_cuda", lambda where: True)
-    monkeypatch.setattr(fp8, "multiplies_fp8", lambda device: True)
+    multiplies(True)
     monkeypatch.setattr(torch, "_scaled_mm", run)
     return seen
 
@@ -101,7 +107,7 @@ def test_all_three_products_of_a_layer_run_on_tensor_cores_whatever_the_length(s
 
 
 @pytest.mark.parametrize("scaling", ["row", "tensor"])
-def test_groups_of_any_number_of_rows_run_on_tensor_cores(scaling, native, monkeypatch):
+def test_groups_of_any_number_of_rows_run_on_tensor_cores(scaling, native, multiplies):
     counts = torch.tensor([3, 16, 0, 1])
     rows, wide = whole_numbers(20, 64, "row"), whole_numbers(20, 48, "row")
     matrices = whole_numbers(4 * 48, 64, "row")
@@ -110,7 +116,7 @@ def test_groups_of_any_number_of_rows_run_on_tensor_cores(scaling, native, monke
     outer = (scales, torch.ones(4, 64, 1)) if scaling == "row" else (of_experts, of_experts)
     found = []
     for has in (True, False):
-        monkeypatch.setattr(fp8, "multiplies_fp8", lambda device, has=has: has)
+        multiplies(has)
         out = scaled_groups(rows.values, scale, matrices.values.view(4, 48, 64), scales, counts, torch.bfloat16)
         found.append((out, scaled_outer_groups(wide.values, outer[0], rows.values, outer[1], counts, torch.bfloat16)))
     assert [size for size in native if size[0] != 48] == [(3, 64, 48), (16, 64, 48), (1, 64, 48)]
@@ -127,8 +133,8 @@ def test_nothing_to_multiply_and_wider_results_are_emulated(native):
 
 @pytest.mark.parametrize("scaling", ["row", "tensor"])
 @pytest.mark.parametrize("sizes", SIZES[:3], ids=str)  # to fill up a tensor on CUDA wants a device, even of one without numbers
-def test_torchs_own_check_of_shapes_on_cuda_lets_them_pass(sizes, scaling, monkeypatch):
-    monkeypatch.setattr(fp8, "multiplies_fp8", lambda device: True)
+def test_torchs_own_check_of_shapes_on_cuda_lets_them_pass(sizes, scaling, multiplies):
+    multiplies(True)
     m, k, n = sizes
     with FakeTensorMode():
         left, right = (torch.empty(rows, k, device="cuda", dtype=FORWARD) for rows in (m, n))

@@ -1,6 +1,7 @@
 import pytest
 import torch
 from grads import grad_of
+from operations import Operations
 from torch.nn import functional as F
 
 from ultrascale.catalogue.models.model_presets import preset
@@ -55,19 +56,18 @@ def test_gradients_are_those_of_numerical_differences():
 
 
 @pytest.mark.parametrize("width", [24, 23], ids=["aligned", "rows that are no multiple of 16 bytes"])
-def test_the_grouped_kernel_and_the_loop_give_the_same_bits(width, monkeypatch):
+def test_the_grouped_kernel_and_the_loop_give_the_same_bits(width, cpu_as_cuda):
     results = []
-    for runs_grouped in (grouped_matmul._runs_grouped, lambda left, right: False):
-        monkeypatch.setattr(grouped_matmul, "_runs_grouped", runs_grouped)
+    for form in ("torch", "loop"):
         rows, weight, counts, bias = inputs(torch.float32, [3, 0, 8, 1], d=16, f=width)
-        out = grouped_linear(rows, weight, counts, bias)
-        out.backward(torch.ones_like(out))
+        with implementation.chosen("experts", form):
+            out = grouped_linear(rows, weight, counts, bias)
+            out.backward(torch.ones_like(out))
         results.append((out.detach(), grad_of(rows), grad_of(weight), grad_of(bias)))
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
-def test_a_run_s_experts_are_multiplied_by_what_is_faster_for_them(monkeypatch):
-    monkeypatch.setattr(implementation, "is_cuda", lambda x: True)  # where there is a choice
+def test_a_run_s_experts_are_multiplied_by_what_is_faster_for_them(cpu_as_cuda):  # where there is a choice
     model = preset("mixtral-8x7b")
     shape = fused_contest.fused_shape(model, Layout(ep=4, expert_tp=2, dp=4, tp=2), 64, torch.float32)
     assert (shape.experts, shape.expert_rows, shape.inner) == (2, 128, 7168)
@@ -75,11 +75,12 @@ def test_a_run_s_experts_are_multiplied_by_what_is_faster_for_them(monkeypatch):
     outcomes = fused_contest.contest("experts", model, shape, torch.device("cpu"))
     assert [isinstance(outcomes[form], float) for form in ("torch", "loop")] == [True, True]
     rows, weight, counts, _ = inputs(torch.float32, [3, 1])
-    runs = []
-    monkeypatch.setattr(F, "grouped_mm", lambda *a, real=F.grouped_mm, **o: runs.append(1) or real(*a, **o))
-    with implementation.chosen("experts", "loop"):
+    with Operations("_grouped_mm") as grouped, implementation.chosen("experts", "loop"):
         looped = grouped_linear(rows, weight, counts)
-    assert not runs and torch.equal(looped, grouped_linear(rows, weight, counts)) and runs
+    assert not grouped.inputs
+    with grouped:
+        assert torch.equal(looped, grouped_linear(rows, weight, counts))
+    assert grouped.inputs
 
 
 def test_torchs_grouped_kernel_runs_where_rows_are_aligned():

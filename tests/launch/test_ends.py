@@ -59,7 +59,7 @@ def meet_and_die(rendezvous: str, folder: str, dies: bool) -> list[float]:
 
 
 @pytest.mark.catalogue(4)
-def test_after_a_kill_ranks_meet_in_a_store_of_their_own(monkeypatch):
+def test_after_a_kill_ranks_meet_in_a_store_of_their_own(attempts_end):
     attempts: list[Any] = []
 
     def attempt(asked: local.Attempt, folder: Path, *others: object) -> Ending:
@@ -70,18 +70,18 @@ def test_after_a_kill_ranks_meet_in_a_store_of_their_own(monkeypatch):
             return Ending(str(error))
         return Ending("")
 
-    monkeypatch.setattr(local, "_launch_once", attempt)
+    attempts_end(attempt)
     assert launch_local("", 2, max_restarts=1, say=lambda text: None).reason == ""
     assert attempts == [None, [[2.0], [2.0]]]
 
 
 @pytest.mark.catalogue(4)
-def test_control_with_one_store_for_all_attempts_new_ranks_find_the_addresses_of_dead_ones(tmp_path, monkeypatch):
+def test_control_with_one_store_for_all_attempts_new_ranks_find_the_addresses_of_dead_ones(tmp_path, attempts_end, monkeypatch):
     """As torch's own agent has it (pytorch#135712)."""
     monkeypatch.setattr(local, "folder_with_space", lambda *asked, **place: tmp_path)
     monkeypatch.setattr(local, "shutil", SimpleNamespace(rmtree=lambda *folder, **how: None))
     monkeypatch.setitem(globals(), "LATE_SECONDS", 60.0)
-    fails(test_after_a_kill_ranks_meet_in_a_store_of_their_own, monkeypatch, told="rank")
+    fails(test_after_a_kill_ranks_meet_in_a_store_of_their_own, attempts_end, told="rank")
 
 
 # --- what is named -----------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -64,10 +65,8 @@ def collect(rendezvous: str) -> int:
 
 
 @pytest.fixture(params=[True, False], ids=["forked here", "forked apart"])
-def from_here(request, monkeypatch) -> bool:
-    """False: as if this process had done a backward pass with a torch that is built for a GPU."""
-    monkeypatch.setattr(forked, "_forks_here", request.param)
-    return request.param
+def from_here(request, forks_here) -> None:
+    forks_here(request.param)
 
 
 def test_results_come_in_order_of_rank(from_here):
@@ -117,7 +116,18 @@ def test_a_rank_does_not_collect_its_parents_garbage():
     assert gc.isenabled() and gc.get_freeze_count() == frozen
 
 
-def test_a_rank_that_was_forked_while_a_name_was_looked_up_is_forked_again(monkeypatch, tmp_path):
+@pytest.fixture
+def lookups(monkeypatch) -> Callable[[Callable[..., Any], float], None]:
+    """Has ranks look up names by what is given, and wait for it for so many seconds."""
+
+    def replaced(look_up: Callable[..., Any], seconds: float) -> None:
+        monkeypatch.setattr(socket, "getaddrinfo", look_up)
+        monkeypatch.setattr(forked, "LOCK_SECONDS", seconds)
+
+    return replaced
+
+
+def test_a_rank_that_was_forked_while_a_name_was_looked_up_is_forked_again(lookups, tmp_path):
     """As the resolver's lock is there, held by a thread that was not forked: for ever."""
     look_up = socket.getaddrinfo
 
@@ -127,21 +137,19 @@ def test_a_rank_that_was_forked_while_a_name_was_looked_up_is_forked_again(monke
             time.sleep(600)
         return look_up(*arguments)
 
-    monkeypatch.setattr(socket, "getaddrinfo", held)
-    monkeypatch.setattr(forked, "LOCK_SECONDS", 0.5)
+    lookups(held, 0.5)
     assert run_forked(2, place, "hello") == [["hello", str(rank), "2", "file"] for rank in range(2)]
     assert (tmp_path / "held").exists()
 
 
-def test_ranks_run_where_looking_up_a_name_takes_for_ever(monkeypatch):
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *arguments: time.sleep(600))
-    monkeypatch.setattr(forked, "LOCK_SECONDS", 0.2)
+def test_ranks_run_where_looking_up_a_name_takes_for_ever(lookups):
+    lookups(lambda *arguments: time.sleep(600), 0.2)
     assert run_forked(1, place, "hello") == [["hello", "0", "1", "file"]]
 
 
-def test_what_is_found_out_of_forks_is_remembered_where_they_cannot_compute(monkeypatch):
+def test_what_is_found_out_of_forks_is_remembered_where_they_cannot_compute(forks_here, monkeypatch):
     asked = []
-    monkeypatch.setattr(forked, "_forks_here", True)
+    forks_here(True)
     monkeypatch.setattr(forked, "forks_compute", lambda: asked.append(1))
     for _ in range(2):
         assert run_forked(1, place, "hello") == [["hello", "0", "1", "file"]]
@@ -150,7 +158,6 @@ def test_what_is_found_out_of_forks_is_remembered_where_they_cannot_compute(monk
 
 def test_whether_a_fork_can_do_a_backward_pass_is_tried(monkeypatch):
     assert forks_compute()
-    monkeypatch.setattr(forked, "PROBE_SECONDS", 0.2)
     for broken in (lambda tensor: time.sleep(60), lambda tensor: 1 / 0):
         monkeypatch.setattr(torch.Tensor, "backward", broken)
-        assert not forks_compute()
+        assert not forks_compute(seconds=0.2)

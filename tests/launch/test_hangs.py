@@ -21,6 +21,7 @@ from typing import TextIO
 import pytest
 import torch
 from planted import fails
+from stand_ins import Clock
 from train.small_runs import BeforeStep, at_step, make_corpus, small_run, train_ranks
 
 from ultrascale import heartbeat
@@ -335,15 +336,22 @@ def test_of_a_rank_that_cannot_write_its_stack_the_last_collective_tells_the_lin
     assert found.reason.endswith(": rank 0 was at forward; rank 1 waited in a sum (train/step.py:8 in agree)")
 
 
-def test_the_watchdog_kills_the_culprit_also_where_it_can_write_nothing_and_nobody_reads_what_it_says(tmp_path, monkeypatch):
-    ignoring = "import signal, time; signal.signal(signal.SIGUSR2, signal.SIG_IGN); print(flush=True); time.sleep(600)"
-    culprit = subprocess.Popen([sys.executable, "-c", ignoring], stdout=subprocess.PIPE)
+HANG_AND_IGNORE = """
+import signal, sys, time
+from pathlib import Path
+from ultrascale.heartbeat import HeartbeatWriter
+signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+heart = HeartbeatWriter(Path(sys.argv[1]), 0, hang_seconds=0.1)
+heart.started_at, heart.steps_done = 0, 1
+heart.beat("forward")
+print(flush=True)
+time.sleep(600)
+"""
+
+
+def test_the_watchdog_kills_the_culprit_also_where_it_can_write_nothing_and_nobody_reads_what_it_says(tmp_path):
+    culprit = subprocess.Popen([sys.executable, "-c", HANG_AND_IGNORE, str(tmp_path)], stdout=subprocess.PIPE)
     assert culprit.stdout is not None and culprit.stdout.readline()
-    monkeypatch.setattr(heartbeat.os, "getpid", lambda: culprit.pid)
-    heart = heartbeat.HeartbeatWriter(tmp_path, 0, hang_seconds=0.1)
-    heart.started_at, heart.steps_done = 0, 1
-    heart.beat("forward")
-    monkeypatch.undo()
     (tmp_path / "hang.json").mkdir()  # what is written cannot take its place
     try:
         command = [sys.executable, "-m", "ultrascale.launch.watchdog", str(tmp_path), "--parent", str(os.getpid())]
@@ -354,9 +362,8 @@ def test_the_watchdog_kills_the_culprit_also_where_it_can_write_nothing_and_nobo
         culprit.kill()
 
 
-def test_a_slow_part_of_a_step_is_no_hang_once_it_has_been_as_slow_before(tmp_path, monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr(heartbeat.time, "monotonic", clock)
+def test_a_slow_part_of_a_step_is_no_hang_once_it_has_been_as_slow_before(tmp_path, clock_of):
+    clock = clock_of(heartbeat)
     heart = heartbeat.HeartbeatWriter(tmp_path, 0, hang_seconds=5.0)
     assert overdue_after(tmp_path, clock, 600.0) < 0  # the start may load and compile
     heart.started_at = 0
@@ -369,15 +376,6 @@ def test_a_slow_part_of_a_step_is_no_hang_once_it_has_been_as_slow_before(tmp_pa
     assert overdue_after(tmp_path, clock, 19.0) < 0 < overdue_after(tmp_path, clock, 21.0)
     heart.beat("saving", extra_seconds=3600.0)
     assert overdue_after(tmp_path, clock, 3600.0) < 0
-
-
-class Clock:
-    """`time.monotonic` that a test moves."""
-
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def overdue_after(folder: Path, clock: Clock, seconds: float) -> float:

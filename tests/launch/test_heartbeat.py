@@ -125,8 +125,8 @@ def test_ranks_meet_elsewhere_where_the_usual_temporary_folder_is_full(tmp_path)
     assert json.loads(told) == [[True, False], ["fi", "x-"]]
 
 
-def test_where_no_place_has_room_that_is_an_error_which_names_the_usual_one(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+def test_where_no_place_has_room_that_is_an_error_which_names_the_usual_one(tmp_path, temporary_folder, monkeypatch):
+    temporary_folder(tmp_path / "gone")
     monkeypatch.setattr("ultrascale.launch.scratch.MEMORY", tmp_path / "none")
     with pytest.raises(OSError, match="gone"):
         folder_with_space("x-", 2)

@@ -241,14 +241,14 @@ AGAIN = {
 
 @pytest.mark.catalogue(8, 9)
 @pytest.mark.parametrize("endings, progress, attempts, ending", AGAIN.values(), ids=AGAIN)
-def test_a_run_is_started_again_only_where_that_may_help(monkeypatch, endings, progress, attempts, ending):
+def test_a_run_is_started_again_only_where_that_may_help(attempts_end, endings, progress, attempts, ending):
     left, reports = list(endings), list(progress)
 
     def attempt(*arguments: object) -> Ending:
         assert left, "started again and again"
         return left.pop(0)
 
-    monkeypatch.setattr(local, "_launch_once", attempt)
+    attempts_end(attempt)
     found = launch_local("", 2, say=lambda text: None, progress=lambda: reports.pop(0))
     assert (found.rank, found.step, found.exit_code, len(endings) - len(left)) == (
         ending.rank, ending.step, ending.exit_code, attempts,
@@ -257,17 +257,17 @@ def test_a_run_is_started_again_only_where_that_may_help(monkeypatch, endings, p
 
 
 @pytest.mark.parametrize("ending, recorded", [(WRONG, 0), (at(WRONG, 3), 1), (replace(WRONG, exit_code=1), 0), (FAILED, 3)])
-def test_what_the_ranks_refuse_before_any_step_is_no_failure_of_the_run(monkeypatch, ending, recorded):
+def test_what_the_ranks_refuse_before_any_step_is_no_failure_of_the_run(attempts_end, ending, recorded):
     events: list[dict[str, Any]] = []
-    monkeypatch.setattr(local, "_launch_once", lambda *arguments: ending)
+    attempts_end(lambda *arguments: ending)
     launch_local("", 2, say=lambda text: None, record=events.append)
     assert [event["event"] for event in events] == ["failure"] * recorded
 
 
 @pytest.mark.parametrize("before", [at(KILLED, 50), FAILED])
-def test_what_the_ranks_refuse_after_an_attempt_that_failed_is_a_failure_too(monkeypatch, before):
+def test_what_the_ranks_refuse_after_an_attempt_that_failed_is_a_failure_too(attempts_end, before):
     endings, events = [before, WRONG], []
-    monkeypatch.setattr(local, "_launch_once", lambda *arguments: endings.pop(0))
+    attempts_end(lambda *arguments: endings.pop(0))
     found = launch_local("", 2, say=lambda text: None, record=events.append)
     assert (found.reason, found.refused) == (WRONG.reason, False)
     assert [(row["event"], row["step"], row["again"]) for row in events] == [
@@ -297,14 +297,14 @@ def see_no_progress(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "bug, case", [(count_no_step, "poison step"), (count_nothing, "budget"), (see_no_progress, "progress")]
 )
-def test_control_a_budget_that_counts_wrongly_is_seen(monkeypatch, bug, case):
+def test_control_a_budget_that_counts_wrongly_is_seen(attempts_end, monkeypatch, bug, case):
     bug(monkeypatch)
-    fails(test_a_run_is_started_again_only_where_that_may_help, monkeypatch, *AGAIN[case])
+    fails(test_a_run_is_started_again_only_where_that_may_help, attempts_end, *AGAIN[case])
 
 
 @pytest.mark.catalogue(8)
-def test_a_step_that_fails_again_and_again_is_named_as_the_reason_to_stop(monkeypatch):
-    monkeypatch.setattr(local, "_launch_once", lambda *arguments: at(FAILED, 17))
+def test_a_step_that_fails_again_and_again_is_named_as_the_reason_to_stop(attempts_end):
+    attempts_end(lambda *arguments: at(FAILED, 17))
     recorded: list[dict[str, Any]] = []
     found = launch_local("", 2, say=lambda text: None, record=recorded.append)
     assert (
@@ -314,8 +314,8 @@ def test_a_step_that_fails_again_and_again_is_named_as_the_reason_to_stop(monkey
     assert [row["again"] for row in recorded] == [True, True, False]
 
 
-def test_a_stop_without_a_save_is_an_event_of_the_run(monkeypatch):
-    monkeypatch.setattr(local, "_launch_once", lambda *arguments: at(STOPPED, 7))
+def test_a_stop_without_a_save_is_an_event_of_the_run(attempts_end):
+    attempts_end(lambda *arguments: at(STOPPED, 7))
     recorded: list[dict[str, Any]] = []
     launch_local("", 2, record=recorded.append)
     assert [(row["event"], row["step"], row["cause"], row["again"]) for row in recorded] == [
@@ -327,16 +327,16 @@ def test_a_stop_without_a_save_is_an_event_of_the_run(monkeypatch):
 
 
 @pytest.mark.catalogue(10)
-def test_a_stop_between_two_attempts_ends_the_command_and_starts_no_rank_again(monkeypatch, handled_before):
+def test_a_stop_between_two_attempts_ends_the_command_and_starts_no_rank_again(attempts_end, clock_of, handled_before):
     """And for as long as it may be the same wish, another one does nothing; after that it does what it did before."""
-    monkeypatch.setattr(stopping, "SAME_REQUEST_SECONDS", 1e9)
+    clock = clock_of(stopping)
     attempts: list[int] = []
 
     def fail(*arguments: object) -> Ending:
         attempts.append(len(attempts))
         return at(KILLED, 7)
 
-    monkeypatch.setattr(local, "_launch_once", fail)
+    attempts_end(fail)
     recorded: list[dict[str, Any]] = []
     said: list[str] = []
 
@@ -351,9 +351,10 @@ def test_a_stop_between_two_attempts_ends_the_command_and_starts_no_rank_again(m
         (KILLED.reason, 7, True),
         (found.reason, 7, False),
     ]
+    clock.now += SAME_REQUEST_SECONDS
     signal.raise_signal(signal.SIGTERM)
     assert handled_before == []
-    monkeypatch.setattr(stopping, "SAME_REQUEST_SECONDS", -1.0)
+    clock.now += SAME_REQUEST_SECONDS + 1.0
     signal.raise_signal(signal.SIGTERM)
     assert handled_before == [signal.SIGTERM]
 

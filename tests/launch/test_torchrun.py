@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -113,9 +112,9 @@ def test_ranks_and_watchdog_stop_in_order_when_torchruns_agent_is_killed_and_the
 
 
 @pytest.fixture
-def signs(tmp_path, monkeypatch) -> Path:
+def signs(tmp_path, temporary_folder) -> Path:
     """A folder of signs of life where such folders are."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    temporary_folder(tmp_path)
     folder = tmp_path / "ultrascale-signs-x1"
     folder.mkdir()
     for rank in range(2):

@@ -99,9 +99,8 @@ def test_the_command_for_all_runs_every_script_and_every_test_that_needs_a_gpu()
     assert left_out and left_out <= set(words), "what one part of the tests leaves out is another's"
 
 
-def test_packages_that_are_missing_are_told_with_what_they_cost(monkeypatch, capsys):
-    monkeypatch.setattr(everything, "is_there", lambda package: package not in ("pytest", "liger_kernel"))
-    everything.say_what_is_missing(["steps", "tests"])
+def test_packages_that_are_missing_are_told_with_what_they_cost(capsys):
+    everything.say_what_is_missing(["steps", "tests"], lambda package: package not in ("pytest", "liger_kernel"))
     told = capsys.readouterr().out.splitlines()
     assert [line.partition(". ")[0] for line in told] == [
         "liger_kernel is not installed: no Liger beside us", "pytest is not installed: tests cannot run",
@@ -191,10 +190,9 @@ class Full:
         return {"failed": "OutOfMemoryError", "out_of_memory": True} if is_full else {"seconds": [0.1]}
 
 
-def test_out_of_memory_halves_the_micro_batch_and_keeps_the_step(monkeypatch, tmp_path):
-    monkeypatch.setattr(step_speed, "Process", Full)
+def test_out_of_memory_halves_the_micro_batch_and_keeps_the_step(tmp_path):
     row = case_of("plain")
-    step_speed._take(row, {"failed": "x", "out_of_memory": True}, tmp_path, step_speed.time.monotonic() + 100, 10)
+    step_speed._take(row, {"failed": "x", "out_of_memory": True}, tmp_path, step_speed.time.monotonic() + 100, 10, Full)
     assert (row.case.micro_batch_size, row.case.accumulate, row.seconds) == (1, 16, [0.1])
     assert row.notes == ["out of memory with 4 sequences at once", "out of memory with 2 sequences at once"]
 
@@ -205,8 +203,8 @@ def test_a_contestant_that_hangs_is_ended_and_said_to_be_over_its_time(tmp_path)
     assert process.process.poll() is not None
 
 
-def test_without_a_gpu_the_script_says_what_to_do(capsys, monkeypatch):
-    monkeypatch.setattr(step_speed.torch.cuda, "is_available", lambda: False)
+@pytest.mark.skipif(step_speed.torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_the_script_says_what_to_do(capsys):
     with pytest.raises(SystemExit):
         step_speed.parse(["--shapes", "1b"])
     assert "--toy" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,20 +31,37 @@ NOW = MatmulCeiling(5e10, 0.1, "a processor", "fp32", 1024, 1)
 
 
 @pytest.fixture
-def measured_now(monkeypatch) -> None:
-    monkeypatch.setattr(machine, "measure_matmul_ceiling", lambda precision, device: NOW)
+def measured(monkeypatch) -> Callable[[float], None]:
+    """Has this machine measured at so many operations in a second."""
+    return lambda rate: monkeypatch.setattr(machine, "measure_matmul_ceiling", lambda *_: replace(NOW, flops_per_second=rate))
 
 
-def test_the_ceiling_is_the_best_of_ten_products_also_where_each_takes_long(monkeypatch) -> None:
+@pytest.fixture
+def measured_now(measured) -> None:
+    measured(NOW.flops_per_second)
+
+
+@pytest.fixture
+def products_take(monkeypatch) -> Callable[[Iterator[float]], None]:
+    """Has products take so many seconds, one after the other."""
+    return lambda seconds: monkeypatch.setattr(machine, "_time_product", lambda left, right: next(seconds))
+
+
+@pytest.fixture
+def on_an_h100(monkeypatch) -> None:
+    monkeypatch.setattr(machine, "this_gpu", lambda device: machine.ACCELERATORS["h100-sxm"])
+
+
+def test_the_ceiling_is_the_best_of_ten_products_also_where_each_takes_long(products_take) -> None:
     took = iter([9.0, *[0.02] * 5, 0.01, *[0.02] * 10])
-    monkeypatch.setattr(machine, "_time_product", lambda left, right: next(took))
+    products_take(took)
     assert measure_matmul_ceiling("fp32").flops_per_second == 2 * 512**3 / 0.01
     assert len(list(took)) == 17 - 1 - 10
 
 
-def test_ten_very_slow_products_are_not_waited_for(monkeypatch) -> None:
+def test_ten_very_slow_products_are_not_waited_for(products_take) -> None:
     took = iter([3.0] * 12)
-    monkeypatch.setattr(machine, "_time_product", lambda left, right: next(took))
+    products_take(took)
     measure_matmul_ceiling("fp32")
     assert len(list(took)) == 10
 
@@ -79,20 +97,19 @@ def test_mfu_on_a_cpu_is_never_a_share_of_the_gpu_that_is_planned_for(measured_n
 
 
 @pytest.mark.parametrize("cluster", ["auto", "8xh100", "8xa100-80", "2xcpu"])
-def test_on_a_catalogued_gpu_the_peak_is_its_own(monkeypatch, cluster: str) -> None:
-    monkeypatch.setattr(machine, "this_gpu", lambda device: machine.ACCELERATORS["h100-sxm"])
+def test_on_a_catalogued_gpu_the_peak_is_its_own(on_an_h100, cluster: str) -> None:
     found = peak_flops(cluster, "bf16", torch.device("cuda"))
     assert found.flops_per_second == pytest.approx(989.4e12, rel=0.01)
     assert ("another machine" in found.origin) == (cluster in ("8xa100-80", "2xcpu"))
 
 
-def test_a_started_run_keeps_its_best_peak_and_counts_masked_documents(tmp_path: Path, monkeypatch) -> None:
+def test_a_started_run_keeps_its_best_peak_and_counts_masked_documents(tmp_path: Path, measured) -> None:
     words = ["--model.preset", "tiny-llama", "--batch.sequence-length", "64", "--folder", str(tmp_path), "--name", "run"]
     run = resolve(None, words).run
     ranks: Any = SimpleNamespace(device=CPU, world=1, rank=0)
     folder = RunFolder.of(run)
-    for measured in (7e10, 5e10):
-        monkeypatch.setattr(machine, "measure_matmul_ceiling", lambda *_, rate=measured: replace(NOW, flops_per_second=rate))
+    for rate in (7e10, 5e10):
+        measured(rate)
         metrics = Metrics(run, folder, first_step=0, writes=True)
         performance = Performance(run, ranks, metrics)
         metrics.close()
@@ -102,8 +119,7 @@ def test_a_started_run_keeps_its_best_peak_and_counts_masked_documents(tmp_path:
     assert performance.model_flops == model_flops_per_token(run.model, 64)
 
 
-def test_what_is_timed_here_is_planned_for_this_machine_and_for_no_other(monkeypatch) -> None:
-    monkeypatch.setattr(machine, "this_gpu", lambda device: machine.ACCELERATORS["h100-sxm"])
+def test_what_is_timed_here_is_planned_for_this_machine_and_for_no_other(on_an_h100) -> None:
     here = {name: is_here(name, torch.device("cuda")) for name in ("auto", "64xh100", "8xa100", "8xcpu")}
     assert here == {"auto": True, "64xh100": True, "8xa100": False, "8xcpu": False}
     assert not is_here("8xh100", torch.device("cpu"))

@@ -67,13 +67,11 @@ def test_the_speed_is_of_the_last_start_as_one_before_it_may_have_had_another_la
     assert ("in the first steps, before the start at step 3:" in out) == bool(since)  # memory is counted there alone
 
 
-def test_the_picture_has_the_median_of_the_summary(tmp_path: Path, monkeypatch) -> None:
+def test_the_picture_has_the_median_of_the_summary(tmp_path: Path, figures: list[Any]) -> None:
     write_run(tmp_path)
     (tmp_path / "events.jsonl").write_text(json.dumps({"event": "start", "time": 5.0, "step": 3}) + "\n")
-    drawn: list[Any] = []
-    monkeypatch.setattr(plots, "save_figure", lambda figure, path: drawn.append(figure) or path)
     plots.plot_run_folder(tmp_path)
-    labels = [line.get_label() for figure in drawn for line in figure.axes[0].lines]
+    labels = [line.get_label() for figure in figures for line in figure.axes[0].lines]
     assert "median 250 after step 3" in labels
 
 
@@ -112,12 +110,11 @@ def test_a_broken_file_of_memory_is_named(tmp_path: Path, capsys, text: str) -> 
     assert str(tmp_path / "memory.json") in told and "Remove it" in told and "Traceback" not in told
 
 
-def test_the_noise_scale_is_drawn_on_a_log_axis_beside_the_batch_of_each_step(tmp_path: Path, monkeypatch) -> None:
-    drawn = []
-    monkeypatch.setattr("ultrascale.measure.plots.save_figure", lambda figure, path: drawn.append(figure.axes[0]) or path)
+def test_the_noise_scale_is_drawn_on_a_log_axis_beside_the_batch_of_each_step(tmp_path: Path, figures: list[Any]) -> None:
     rows = [{"step": i, NOISE: 1000.0 * 2**i, "progress/tokens_per_batch": 512 * (1 + i // 2)} for i in range(4)]
     plot_noise_scale([{"step": 9, "train/loss": 1.0}, *rows], tmp_path / "noise_scale.png")
-    noise, batch = drawn[0].get_lines()
-    assert drawn[0].get_yscale() == "log"
+    axes = figures[0].axes[0]
+    noise, batch = axes.get_lines()
+    assert axes.get_yscale() == "log"
     assert list(noise.get_ydata()) == [1000, 2000, 4000, 8000]
     assert list(batch.get_ydata()) == [512, 512, 1024, 1024]

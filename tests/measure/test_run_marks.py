@@ -59,12 +59,10 @@ def test_a_run_without_events_has_no_marks(tmp_path):
     assert marks_of(tmp_path) == []
 
 
-def test_marks_and_the_smoothed_loss_are_drawn(tmp_path, monkeypatch):
-    drawn = {}
-    monkeypatch.setattr("ultrascale.measure.plots.save_figure", lambda figure, path: drawn.setdefault("axes", figure.axes[0]))
+def test_marks_and_the_smoothed_loss_are_drawn(tmp_path, figures):
     rows = [{"step": step, "train/loss": 5.0 - step % 2} for step in range(100)]
     plot_loss(rows, tmp_path / "loss.png", marks=[Mark(46, "killed"), Mark(400, "after the end")])
-    axes = drawn["axes"]
+    axes = figures[0].axes[0]
     assert [text.get_text() for text in axes.texts] == ["killed"]
     raw, smooth = (line.get_ydata() for line in axes.lines[:2])
     assert max(raw) - min(raw) == 1.0 and max(smooth[2:-2]) - min(smooth[2:-2]) < 0.3
@@ -78,14 +76,13 @@ def test_a_mark_that_is_longer_than_the_picture_is_high_leaves_the_curve_its_roo
         plot_loss(rows, tmp_path / "loss.png", marks=[Mark(46, f"stopped, {long}")])
 
 
-def test_the_speed_is_drawn_faint_and_smoothed_over_that(tmp_path, monkeypatch):
-    drawn = {}
-    monkeypatch.setattr("ultrascale.measure.plots.save_figure", lambda figure, path: drawn.setdefault("axes", figure.axes[0]))
+def test_the_speed_is_drawn_faint_and_smoothed_over_that(tmp_path, figures):
     rows = [{"step": step, "perf/tokens_per_s": 100.0 + step % 2} for step in range(1, 101)]
     plot_tokens_per_second(rows, tmp_path / "tokens_per_second.png", marks=[Mark(46, "killed")])
-    raw, smooth, middle = drawn["axes"].lines[:3]
+    axes = figures[0].axes[0]
+    raw, smooth, middle = axes.lines[:3]
     assert list(smooth.get_ydata()) == smoothed(list(raw.get_ydata())) and middle.get_label() == "median 100"
-    assert [text.get_text() for text in drawn["axes"].texts] == ["killed"]
+    assert [text.get_text() for text in axes.texts] == ["killed"]
 
 
 def test_a_report_draws_the_loss_as_the_pictures_do(tmp_path):

@@ -1,9 +1,9 @@
 import multiprocessing
-from typing import Any
 
 import pytest
 import torch
 from models.families import FAMILIES, LLAMA
+from operations import Operations
 from torch.distributed.tensor import DTensor
 
 from ultrascale.description.architecture.model import Model
@@ -60,26 +60,21 @@ def test_precision_does_not_change_the_draw():
         assert torch.equal(bf16[name], value.bfloat16())
 
 
-def test_a_part_is_cut_from_the_same_values_and_only_its_tiles_are_drawn(monkeypatch):
+def test_a_part_is_cut_from_the_same_values_and_only_its_tiles_are_drawn():
     """Rows as ep and ZeRO cut them, columns as tp does, across the borders of tiles."""
     matrix = Weight("x", (700, 2100), "mlp", 0, init_std=1.0)
     experts = Weight("x", (6, 70, 1030), "mlp", 0, init_std=1.0, is_expert=True)
-    whole, drawn = {weight: initial_value(weight, 5) for weight in (matrix, experts)}, []
-    normal = torch.Tensor.normal_
-
-    def noting(tile: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
-        drawn.append(tile.numel())
-        return normal(tile, *rest, **options)
-
-    monkeypatch.setattr(torch.Tensor, "normal_", noting)
+    whole = {weight: initial_value(weight, 5) for weight in (matrix, experts)}
     for weight, offsets, shape in (
         (matrix, (0, 525), (700, 525)), (matrix, (63, 0), (66, 2100)), (matrix, (699, 2099), (1, 1)),
         (matrix, (700, 0), (0, 2100)), (experts, (2, 0, 0), (2, 70, 1030)), (experts, (5, 35, 0), (1, 35, 1030)),
         (experts, (0, 0, 1000), (6, 70, 30)),
     ):  # fmt: skip
         cut = tuple(slice(first, first + length) for first, length in zip(offsets, shape, strict=True))
-        drawn.clear()
-        assert torch.equal(initial_value(weight, 5, part=WeightShard(offsets, shape)), whole[weight][cut])
+        with Operations("normal_") as operations:
+            part = initial_value(weight, 5, part=WeightShard(offsets, shape))
+        drawn = [tile.numel() for tile, *_ in operations.inputs]
+        assert torch.equal(part, whole[weight][cut])
         assert sum(drawn) <= whole[weight].numel() and max(drawn, default=0) <= TILE
         if shape == (1, 1):
             assert drawn == [(700 - 640) * (2100 - 2048)]

@@ -84,7 +84,7 @@ def site(built):
 
 
 def test_without_npm_and_its_packages_a_sentence_says_how_to_get_them(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setenv("PATH", "")
     assert main(["page", "--build", str(tmp_path / "site")]) == 2
     told = " ".join(capsys.readouterr().err.split())
     assert "needs npm, which is not installed" in told and f"npm pack {' '.join(PACKAGES)}" in told
@@ -109,7 +109,7 @@ def test_nothing_is_written_over(there, tmp_path, monkeypatch, capsys):
     else:
         site.mkdir()
         (site / "mine.txt").touch()
-    monkeypatch.setattr(shutil, "which", lambda name: pytest.fail("npm would fetch"))
+    monkeypatch.setenv("PATH", "")  # npm would fetch
     assert main(["page", "--build", str(site if there != "a file above" else site / "below")]) == 2
     assert ("no folder that can be" if site.is_file() else "is not an empty folder") in " ".join(
         capsys.readouterr().err.split()
@@ -118,7 +118,7 @@ def test_nothing_is_written_over(there, tmp_path, monkeypatch, capsys):
 
 def test_a_place_that_may_not_be_written_is_told_before_anything_is_fetched(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
-    monkeypatch.setattr(shutil, "which", lambda name: pytest.fail("npm would fetch"))
+    monkeypatch.setenv("PATH", "")  # npm would fetch
     assert main(["page", "--build", str(tmp_path / "new" / "site")]) == 2
     assert f"{tmp_path} is no folder that can be written" in " ".join(capsys.readouterr().err.split())
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from dataclasses import replace
-from functools import partial
 from typing import NamedTuple
 
 import pytest
@@ -98,8 +97,8 @@ AT_NIGHT = [
     *((*case, "aot_eager") for case in GRAPHS_HERE),
     *(pytest.param(*case, "inductor", marks=pytest.mark.nightly) for case in (*GRAPHS_HERE, *AT_NIGHT)),
 ])  # fmt: skip
-def test_compiled_blocks_compute_what_eager_ones_do(monkeypatch, model, layout, breaks, backend):
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))  # ranks are forked
+def test_compiled_blocks_compute_what_eager_ones_do(compiled_by, model, layout, breaks, backend):
+    compiled_by(backend)
     chosen = replace((FAMILIES | EXPERT_FAMILIES | {"sinks": SINKS, "latent": LATENT})[model], num_hidden_layers=2)
     layout = replace(layout, precision="fp32")
     eager, compiled = run_ranks(layout.world_size, both, chosen, layout, timeout_seconds=240)[0]

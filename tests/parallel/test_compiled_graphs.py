@@ -4,13 +4,13 @@ for every precision."""
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import Literal, get_args
 
 import pytest
 import torch
 import torch._dynamo
 from models.families import FAMILIES
+from parallel.fp8_blocks import blocks_as_in
 
 from ultrascale.description.layout import Fp8Scaling, Layout
 from ultrascale.kernels.attention.attention_core import attention_mask
@@ -20,7 +20,6 @@ from ultrascale.models.decoder import Decoder
 from ultrascale.parallel import apply
 from ultrascale.parallel.activations.recompute import apply_recompute
 from ultrascale.parallel.mesh import Ranks
-from ultrascale.parallel.precision.fp8_products import apply_fp8
 
 SINKS = replace(FAMILIES["llama"], model_type="gpt_oss", attention_sinks=True, sliding_window=7)
 CHOSEN = [name for name, model in FAMILIES.items() if "-" not in name]
@@ -69,15 +68,15 @@ def test_so_it_is_on_cuda_in_16_bits_where_attention_is_told_where_documents_end
     (Layout(precision="bf16"), 0.02), (Layout(precision="fp16"), 0.005),
     *((Layout(precision="fp8", fp8_scaling=scaling), 1e-12) for scaling in get_args(Fp8Scaling)),
 ])  # fmt: skip
-def test_so_it_is_in_every_precision_with_the_gradients_of_eager_blocks(layout: Layout, limit: float, monkeypatch):
+def test_so_it_is_in_every_precision_with_the_gradients_of_eager_blocks(layout: Layout, limit: float, compiled_by):
     """fp8 in float64 between products, where rounding tips no number over to the next of 8 bits."""
     torch._dynamo.reset()
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager", fullgraph=True))
+    compiled_by("aot_eager", fullgraph=True)
     between = replace(layout, precision="fp64") if layout.precision == "fp8" else layout
-    monkeypatch.setattr(apply, "apply_fp8", lambda stage, _, mesh: apply_fp8(stage, layout, mesh))
-    tokens, found = torch.arange(16)[None], []
+    tokens, found, alone = torch.arange(16)[None], [], Ranks(0, 1, torch.device("cpu"))
     for compiled in (False, True):
-        share = apply.build_share(FAMILIES["llama"], between, Ranks(0, 1, torch.device("cpu")), seed=0, compile_blocks=compiled)
+        with blocks_as_in(layout):
+            share = apply.build_share(FAMILIES["llama"], between, alone, seed=0, compile_blocks=compiled)
         share.decoder(tokens, targets=tokens).backward()
         found.append(torch.cat([parameter.grad.flatten() for parameter in share.parameters() if parameter.grad is not None]))
     assert float((found[1] - found[0]).norm() / found[0].norm()) < limit

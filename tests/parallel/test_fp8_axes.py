@@ -8,7 +8,6 @@ an 8-bit number in the next product.
 from __future__ import annotations
 
 from dataclasses import replace
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from agree.axes import Case as StepCase
 from agree.axes import RankStep
 from agree.layouts import EXPERTS, MODEL
 from models.families import FAMILIES
+from parallel.fp8_blocks import blocks_as_in
 from parallel.tensor_cases import Case, divisible, errors_of
 from ranks import run_ranks
 from torch import Tensor
@@ -25,9 +25,7 @@ from ultrascale.description.layout import Layout
 from ultrascale.kernels.fp8.fp8_grouped import fp8_grouped_linear
 from ultrascale.kernels.fp8.fp8_linear import fp8_linear
 from ultrascale.kernels.fp8.fp8_matrices import Scaling
-from ultrascale.parallel import apply
 from ultrascale.parallel.precision import fp8_wires
-from ultrascale.parallel.precision.fp8_products import apply_fp8
 
 LIMIT = 1e-12
 PLAIN = Layout(precision="fp64")
@@ -74,8 +72,7 @@ def test_scales_of_this_rank_alone_are_seen(scaling):
 
 def gradients(rank: int, case: StepCase, scaling: Scaling) -> dict[str, Tensor]:
     """Of a step of the trainer in float64 whose blocks multiply in fp8, whole, on rank 0."""
-    words = {"precision": "fp8", "fp8_scaling": scaling}
-    with patch.object(apply, "apply_fp8", lambda stage, layout, mesh: apply_fp8(stage, replace(layout, **words), mesh)):
+    with blocks_as_in(Layout(precision="fp8", fp8_scaling=scaling)):
         step = RankStep(case, rank)
     step.train(step.batches())
     return gather(step.share, {"": parts(step.share, local_grad)})[""].whole

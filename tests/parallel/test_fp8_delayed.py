@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import NamedTuple
 from unittest.mock import patch
 
 import pytest
 import torch
-from agree import axes
 from agree.axes import Case, RankStep
 from agree.layouts import EXPERTS, MODEL
 from agree.traffic import Key, watched
+from parallel.fp8_blocks import blocks_as_in
 from ranks import run_ranks
 from torch import Tensor
 
 from ultrascale.check.oracle.gathered import gather, parts
 from ultrascale.description.layout import Layout
-from ultrascale.parallel import apply
 from ultrascale.parallel.precision.fp8_history import AmaxHistory
-from ultrascale.parallel.precision.fp8_products import apply_fp8
 from ultrascale.work.fp8_slots import SLOT_BYTES, num_slots
 
 LIMIT = 1e-12
@@ -38,13 +35,8 @@ class Found(NamedTuple):
 
 def steps(rank: int, case: Case, given: Tables, count: int, compiled: bool = False) -> Found:
     """So many steps in float64 whose blocks multiply in fp8, from the history `given`; nothing is updated but that."""
-    words = {name: getattr(DELAYED, name) for name in ("precision", "fp8_scaling", "fp8_amax_history_len")}
-    with (
-        patch.object(apply, "apply_fp8", lambda stage, layout, mesh: apply_fp8(stage, replace(layout, **words), mesh)),
-        patch.object(axes, "build_share", partial(apply.build_share, compile_blocks=compiled)),
-        patch.object(torch, "compile", partial(torch.compile, backend="aot_eager", fullgraph=True)),
-    ):
-        step = RankStep(case, rank)
+    with blocks_as_in(DELAYED):
+        step = RankStep(case, rank, compile_blocks=compiled)
     history = step.share.amax_history
     assert history is not None
     for name, table in history.tables():
@@ -90,7 +82,10 @@ def test_ranks_of_every_axis_are_one_process_to_the_last_digit_and_have_its_hist
 
 
 @pytest.mark.parametrize("layout", [Layout(tp=2), Layout(cp=2, recompute="full")], ids=str)
-def test_compiled_blocks_of_several_ranks_are_one_graph_each_and_have_the_scales_of_one_process(layout: Layout) -> None:
+def test_compiled_blocks_of_several_ranks_are_one_graph_each_and_have_the_scales_of_one_process(
+    layout: Layout, compiled_by
+) -> None:
+    compiled_by("aot_eager", fullgraph=True)
     layout = replace(layout, precision="fp64", micro_batch_size=2)
     one = Case(MODEL, Layout(precision="fp64", micro_batch_size=2), num_micro_batches=2)
     (first,) = run_ranks(1, steps, one, {}, 1)

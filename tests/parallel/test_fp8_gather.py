@@ -12,6 +12,7 @@ import torch
 from agree.axes import Case, RankStep
 from agree.layouts import EXPERTS, MODEL
 from agree.traffic import watched
+from parallel.fp8_blocks import blocks_as_in
 from ranks import run_ranks
 from torch import Tensor
 
@@ -20,9 +21,6 @@ from ultrascale.description.architecture.model import Model
 from ultrascale.description.architecture.weights import weights
 from ultrascale.description.layout import Layout
 from ultrascale.description.run import Optimizer
-from ultrascale.parallel import apply
-from ultrascale.parallel.precision.fp8_gather import gather_in_fp8
-from ultrascale.parallel.precision.fp8_products import apply_fp8
 from ultrascale.parallel.share import Share, local
 from ultrascale.train.optimizers.optimizer import build_optimizer, create_state
 from ultrascale.work.fp8_slots import weights_gathered_in_fp8
@@ -108,15 +106,7 @@ def test_bytes_of_all_weights_of_products_are_halved() -> None:
 
 def gradients(rank: int, case: Case, layout: Layout) -> dict[str, Tensor]:
     """Of a step in float64 whose blocks multiply in fp8 as `layout` says, whole, on rank 0."""
-    words = {name: getattr(layout, name) for name in ("precision", "fp8_scaling", "fp8_all_gather")}
-
-    def change(function):  # of a layout, its third argument or its second
-        def changed(*given):
-            return function(*(replace(one, **words) if isinstance(one, Layout) else one for one in given))
-
-        return changed
-
-    with patch.object(apply, "apply_fp8", change(apply_fp8)), patch.object(apply, "gather_in_fp8", change(gather_in_fp8)):
+    with blocks_as_in(layout):
         step = RankStep(case, rank)
     assert layout.world_size == 1 or step.share.gathered_weights is not None
     step.train(step.batches())

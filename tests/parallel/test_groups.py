@@ -53,7 +53,7 @@ def groups_made(monkeypatch: pytest.MonkeyPatch, model: Model, layout: Layout, r
         Mesh(model, layout, ranks_of(layout, rank))
     finally:
         dist.destroy_process_group()
-        monkeypatch.setattr(dist, "new_group", original)
+        monkeypatch.undo()
     return made
 
 

@@ -12,12 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from models.families import EXPERT_FAMILIES, FAMILIES
-from planted import fails
+from planted import a_neighbour_is_blamed, fails
 from ranks import RankError, run_ranks
 from torch import nn
 
 from ultrascale.check.oracle.documents import RandomDocuments
-from ultrascale.contact import names
 from ultrascale.description.architecture.model import Model
 from ultrascale.description.layout import Layout
 from ultrascale.description.run import Batch, Log, Optimizer, Run
@@ -95,7 +94,7 @@ def test_control_what_gloo_says_of_a_lost_rank_and_a_neighbour_that_is_blamed_fo
     if bug == "bare":
         monkeypatch.setattr("ultrascale.parallel.lost.LostRankError", RuntimeError)
     else:
-        monkeypatch.setattr("ultrascale.parallel.lost.names", lambda ranks: names([rank + 1 for rank in ranks]))
+        a_neighbour_is_blamed(monkeypatch)
     fails(test_when_a_rank_dies_the_other_names_it_and_what_it_waited_for, "llama", Layout(tp=2), "a gather over tp")
 
 

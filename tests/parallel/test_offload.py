@@ -67,15 +67,14 @@ def test_gradients_are_the_bits_of_those_without_offload(model, layout: Layout) 
         assert none == 0 < sent
 
 
-def test_views_of_a_storage_that_was_away_begin_where_they_did(monkeypatch) -> None:
+def test_views_of_a_storage_that_was_away_begin_where_they_did() -> None:
     """Halves of one tensor, of which the second has an offset; that of the first block is away when it is read."""
-    monkeypatch.setattr(offload, "OFFLOAD_FROM_BYTES", 1024)
 
     def forward(hidden: torch.Tensor) -> torch.Tensor:
         first, second = (hidden * 3).chunk(2)
         return torch.cat((first.sin(), second.cos()))
 
-    found, expected = (torch.linspace(0, 1, 1024, requires_grad=True) for _ in range(2))
+    found, expected = (torch.linspace(0, 1, OFFLOAD_FROM_BYTES, requires_grad=True) for _ in range(2))
     travel, block = offload.ActivationOffload(), torch.nn.Identity()
     first = travel.run(block, forward, found, is_first=True, input_is_kept=False)
     travel.run(block, forward, first, is_first=False, input_is_kept=False).sum().backward()

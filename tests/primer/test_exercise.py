@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ultrascale.cli.main import main
-from ultrascale.primer import exercise, interpreter
+from ultrascale.primer import exercise
 from ultrascale.primer.exercise import Variant, outcome
 from ultrascale.primer.lessons import LESSONS
 
@@ -39,7 +39,7 @@ def test_rates_are_shares_of_their_own_peak(monkeypatch, what, unit, share):
 
 
 def test_without_triton_one_sentence_says_what_to_install(monkeypatch, capsys):
-    monkeypatch.setattr(interpreter, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "triton", None)
     assert main(["primer"]) == 2
     assert "pip install triton" in capsys.readouterr().err
 

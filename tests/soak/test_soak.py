@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from api.validator import wrong
+from planted import moments_are_forgotten
 from train.small_runs import at_step, make_corpus, small_run, state, train_here
 
 from ultrascale.api.schemas.stamp import stamped
@@ -56,10 +57,9 @@ def test_a_fault_strikes_once(tmp_path):
 
 
 @pytest.mark.parametrize("minutes", ["nan", "inf", "0"])
-def test_a_storm_without_an_end_is_refused(tmp_path, capsys, monkeypatch, minutes):
-    monkeypatch.setattr("ultrascale.soak.story.soak", lambda *words, **settings: pytest.fail("it began"))
+def test_a_storm_without_an_end_is_refused(tmp_path, capsys, minutes):
     assert main(["soak", "--minutes", minutes, "--folder", str(tmp_path / "soak")]) == 2
-    assert "must be above 0 and finite" in capsys.readouterr().err
+    assert "must be above 0 and finite" in capsys.readouterr().err and not (tmp_path / "soak").exists()
 
 
 def test_a_kind_that_there_is_not_is_refused_with_those_there_are(tmp_path, capsys):
@@ -111,11 +111,7 @@ def test_control_a_restart_that_forgets_the_moments_is_told_from_the_calm(tmp_pa
     train_here(calm)
     train_here(stormy, before_step=at_step(3, Trainer.request_stop))
 
-    def forget(trainer: Trainer, tensors: object) -> None:
-        for moments in trainer.optimizer.state.values():
-            moments["exp_avg"].zero_()
-
-    monkeypatch.setattr("ultrascale.train.folder.resume._take_back", forget)
+    moments_are_forgotten(monkeypatch)
     train_here(stormy)
     assert story._curve(stormy) != story._curve(calm) and not same_state(stormy, calm)
 

@@ -3,7 +3,7 @@
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,8 @@ from gcs_server import gcs_at, gcs_server
 from hub_server import REPO, Hub, hub_server
 from s3_server import BUCKET, Proxy, proxied, reached_at, s3_server
 
-from ultrascale.storage import Store, hub, open_store
+from ultrascale.data import corpus
+from ultrascale.storage import Store, hub, open_store, parts
 
 PREPARE = """
 import sys
@@ -79,19 +80,33 @@ def hub_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """A stand-in of the Hub to which huggingface_hub goes, with a key."""
     constants = pytest.importorskip("huggingface_hub.constants", reason="huggingface_hub is not installed")
     with hub_server() as here:
-        monkeypatch.setattr(constants, "ENDPOINT", here.address)
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", here.address + "/{repo_id}/resolve/{revision}/{filename}")
-        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        files = here.address + "/{repo_id}/resolve/{revision}/{filename}"
+        there = {"ENDPOINT": here.address, "HUGGINGFACE_CO_URL_TEMPLATE": files, "HF_HUB_DISABLE_XET": True}
+        for name, setting in there.items():  # which were read from the environment when the package was imported
+            monkeypatch.setattr(constants, name, setting)
         for name, value in {"HF_TOKEN": "hf_right", "HF_ENDPOINT": here.address, "HF_HUB_DISABLE_XET": "1"}.items():
             monkeypatch.setenv(name, value)
-        monkeypatch.setattr(hub, "COMMITS", {})
+        hub.COMMITS.clear()
         yield here
+        hub.COMMITS.clear()
 
 
 @pytest.fixture
 def hub_url(hub_here: Hub) -> str:
     """A folder of a repository of the stand-in."""
     return f"hf://{REPO}/{uuid.uuid4().hex}"
+
+
+@pytest.fixture
+def part_bytes(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Sets the size of parts, so that a small file has several."""
+    return lambda num_bytes: monkeypatch.setattr(parts, "PART_BYTES", num_bytes)
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Token ids of a store come in blocks of 256 bytes, so that a sequence has several."""
+    monkeypatch.setattr(corpus, "BLOCK_BYTES", 256)
 
 
 @pytest.fixture(params=["files", "url", "azure_url", "google_url", "hub_url"])

@@ -4,10 +4,11 @@ import io
 import json
 import os
 import time
+import uuid
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -17,24 +18,22 @@ import numpy as np
 import pytest
 from data.little_text import lines, recipe
 from data.test_samples import arrow_of, mds_of, tar_of
-from s3_server import Answer, Proxy
+from hub_server import REPO
+from s3_server import BUCKET, Answer, Proxy
+from s3_server import Request as Asked
 from train.small_runs import MODEL, curve, same, small_run, state, train_here
 
 from ultrascale.cli.terminal.stores import uploaded
-from ultrascale.data import corpus as streamed
-from ultrascale.data.corpus import Corpus
+from ultrascale.data.corpus import BLOCK_BYTES, BlockCache, Corpus, StreamedTokens
 from ultrascale.data.files import DataError
 from ultrascale.data.loader import Loader
-from ultrascale.data.preparing import fetch
 from ultrascale.data.preparing import prepare as preparation
 from ultrascale.data.preparing.fetch import MARK, locked
 from ultrascale.data.preparing.prepare import prepare
 from ultrascale.data.tokenizer import load_tokenizer, train_tokenizer
 from ultrascale.description.run import Data, Source
 from ultrascale.storage import Store, open_store
-from ultrascale.storage import store as storage_store
 from ultrascale.storage.files import FileStore
-from ultrascale.storage.store import Block
 from ultrascale.train.folder.run_folder import RunFolder
 from ultrascale.train.start.data_check import DataCheck
 
@@ -49,8 +48,7 @@ def loader(path: str | Path, *, length: int = 24) -> Loader:
     return Loader((Source(str(path)),), sequence_length=length, vocab_size=400, seed=5)
 
 
-def test_sequences_are_those_of_the_folder_bit_for_bit(url: str, prepared: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(streamed, "BLOCK_BYTES", 256)
+def test_sequences_are_those_of_the_folder_bit_for_bit(url: str, prepared: Path, small_blocks: None):
     put(open_store(url), prepared)
     here, there = loader(prepared), loader(url)
     assert here.fingerprint() == there.fingerprint() and here.sequences_per_epoch == there.sequences_per_epoch
@@ -70,20 +68,19 @@ def test_documents_and_counts_are_those_of_the_folder(url: str, prepared: Path):
         assert np.array_equal(here.document(number), there.document(number))
 
 
-def test_a_cache_holds_no_more_than_it_may_and_still_gives_the_same(url: str, prepared: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(streamed, "BLOCK_BYTES", 256)
-    monkeypatch.setattr(streamed.BlockCache.__init__, "__defaults__", (1024,))
+def test_a_cache_holds_no_more_than_it_may_and_still_gives_the_same(url: str, prepared: Path, small_blocks: None):
     put(open_store(url), prepared)
     here, there = loader(prepared), loader(url)
+    corpus = there.corpora[0]
+    assert corpus.streamed is not None
+    corpus.streamed.cache = BlockCache(1024)
     for number in range(60):
         assert np.array_equal(here.read([number]).tokens, there.read([number]).tokens)
-    corpus = there.corpora[0]
-    assert corpus.streamed is not None and len(corpus.streamed.cache._blocks) <= 4
+    assert 0 < len(corpus.streamed.cache._blocks) <= 4
 
 
-def test_what_is_expected_is_there_when_it_is_read(proxy: Proxy, prepared: Path, monkeypatch: pytest.MonkeyPatch):
+def test_what_is_expected_is_there_when_it_is_read(proxy: Proxy, prepared: Path, small_blocks: None):
     """Each range takes 0.2 s: read one after the other, 32 sequences would take seconds; expected before, next to nothing."""
-    monkeypatch.setattr(streamed, "BLOCK_BYTES", 256)
     put(open_store("s3://bucket/ahead"), prepared)
     there = loader("s3://bucket/ahead")
     for index in range(len(there.corpora[0].prefixes)):
@@ -99,19 +96,23 @@ def test_what_is_expected_is_there_when_it_is_read(proxy: Proxy, prepared: Path,
     assert len(proxy.seen) == asked
 
 
-def test_a_block_that_came_short_is_refused(prepared: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(streamed, "BLOCK_BYTES", 256)
-    there = loader(f"file://{prepared}")
-    read = FileStore.read_range
-    there.corpora[0].shard(0)
-    short = lambda self, key, begin, end: read(self, key, begin, end)[: 255 if begin == 256 else None]  # noqa: E731
-    monkeypatch.setattr(FileStore, "read_range", short)
+class Short(FileStore):
+    """Gives all of the first block of an object, and of the second one byte too few."""
+
+    def read_range(self, key: str, begin: int, end: int) -> bytes:
+        return super().read_range(key, begin, end)[: BLOCK_BYTES - 1 if begin == BLOCK_BYTES else None]
+
+
+def test_a_block_that_came_short_is_refused(tmp_path: Path):
+    store = Short(tmp_path)
+    store.write("ids", bytes(4 * BLOCK_BYTES))
+    tokens = StreamedTokens(store, "ids", np.uint16, 4 * BLOCK_BYTES, BlockCache())
+    assert len(tokens[: BLOCK_BYTES // 2]) == BLOCK_BYTES // 2
     with pytest.raises(DataError, match="and was longer when it was opened"):
-        there.corpora[0].shard(0).tokens[100:300]
+        tokens[BLOCK_BYTES // 2 - 1 : BLOCK_BYTES + 1]
 
 
-def test_connections_that_break_are_got_over(proxy: Proxy, prepared: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(streamed, "BLOCK_BYTES", 256)
+def test_connections_that_break_are_got_over(proxy: Proxy, prepared: Path, small_blocks: None):
     put(open_store("s3://bucket/breaks"), prepared)
     proxy.rule = lambda request: (
         Answer(status=503) if request.number % 4 == 0 else Answer(cut=0.5) if request.number % 7 == 0 else None
@@ -277,13 +278,20 @@ def test_what_has_changed_in_the_store_is_brought_again(texts: Path, monkeypatch
     elif change == "folder":
         two.mkdir()
         (two / "in.jsonl").write_text(content)
-    opened: list[int] = []
-    fetch = Store.fetch
-    monkeypatch.setattr(Store, "fetch", lambda self, one, *rest: (opened.append(one.bytes), fetch(self, one, *rest)))
-    found = documents(prepare_there(texts))
-    assert len(found) == (20 if change == "removed" else 40)
-    assert any(text.startswith("replaced") for text in found) == (change == "replaced")
-    assert len(opened) == {"removed": 0, "replaced": 1, "folder": 1, "none": 0}[change]
+    for path in own.rglob("*.jsonl"):  # what is not brought again is told by its text
+        mark_as_kept(path)
+    found = Counter(text.split()[0] for text in documents(prepare_there(texts)))
+    assert found == {
+        "removed": {"kept-as-": 20}, "replaced": {"kept-as-": 20, "replaced": 20},
+        "folder": {"kept-as-": 20, "document": 20}, "none": {"kept-as-": 40},
+    }[change]  # fmt: skip
+
+
+def mark_as_kept(path: Path) -> None:
+    """Change the text of a file, and neither its length nor its time."""
+    times = path.stat()
+    path.write_text(path.read_text().replace("document", "kept-as-"))
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
 def test_a_finished_output_is_not_that_of_a_store_that_has_changed(texts: Path):
@@ -295,21 +303,25 @@ def test_a_finished_output_is_not_that_of_a_store_that_has_changed(texts: Path):
 
 
 @pytest.mark.parametrize("times", [2, 99])
-def test_what_comes_cut_short_is_asked_for_again_or_refused(texts: Path, monkeypatch: pytest.MonkeyPatch, times: int):
-    monkeypatch.setattr(storage_store, "PAUSE_SECONDS", 0.0)
-    blocks, asked = FileStore.blocks, Counter[str]()
+def test_what_comes_cut_short_is_asked_for_again_or_refused(proxy: Proxy, texts: Path, times: int):
+    url, asked = f"s3://{BUCKET}/{uuid.uuid4().hex}", Counter[str]()
+    put(open_store(url), texts)
 
-    def cut(self: FileStore, key: str) -> Iterator[Block]:
-        asked[key] += 1
-        for block in blocks(self, key):
-            yield block[:-1] if key == "one.jsonl" and asked[key] <= times else block
+    def cut(request: Asked) -> Answer | None:
+        name = request.path.rpartition("/")[2] if request.method == "GET" else ""
+        asked[name] += 1
+        return Answer(truncate=0.5) if name == "one.jsonl" and asked[name] <= times else None
 
-    monkeypatch.setattr(FileStore, "blocks", cut)
+    proxy.rule = cut
+    preparing = partial(
+        prepare, [url], output=texts.parent / "there", recipe=recipe(texts.parent / "tokenizer.json"), workers=1
+    )
     if times == 2:
-        assert len(documents(prepare_there(texts))) == 40
+        preparing()
+        assert len(documents(texts.parent / "there")) == 40
     else:
         with pytest.raises(DataError, match=r"one\.jsonl came as [\d,]+ bytes, expected") as caught:
-            prepare_there(texts)
+            preparing()
         assert ".." not in str(caught.value).replace("...", "") and not list(texts.parent.rglob("there.inputs/*/one.jsonl"))
     assert asked["one.jsonl"] == 3
 
@@ -337,7 +349,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("trouble", MISTAKES)
-def test_what_is_wrong_here_is_told_before_anything_is_brought(texts: Path, monkeypatch: pytest.MonkeyPatch, trouble: str):
+def test_what_is_wrong_here_is_told_before_anything_is_brought(texts: Path, trouble: str):
     there, options, inputs = texts.parent / "there", {}, []
     with ExitStack() as held:
         if trouble == "output":
@@ -350,10 +362,9 @@ def test_what_is_wrong_here_is_told_before_anything_is_brought(texts: Path, monk
             inputs = ["/two.jsonl"] if trouble == "inputs" else []
             if trouble == "lock":
                 held.enter_context(locked(there / ".lock", there))
-        monkeypatch.setattr(Store, "fetch", lambda *arguments: pytest.fail("something was brought"))
         with pytest.raises(DataError, match=MISTAKES[trouble]):
             prepare_there(texts, *inputs, **options)
-    assert not (texts.parent / "there.inputs").exists()
+    assert not (texts.parent / "there.inputs").exists()  # where it would be left
 
 
 def test_bytes_that_are_brought_are_told(texts: Path):
@@ -365,9 +376,11 @@ def test_bytes_that_are_brought_are_told(texts: Path):
     assert bringing and bringing == told[: len(bringing)] and bringing[-1].done_bytes == bringing[-1].total_bytes == total
 
 
-@pytest.mark.parametrize("place", ["hf://ada/none", "s3://bucket"])
-def test_a_place_that_holds_nothing_asked_for_is_told(texts: Path, monkeypatch: pytest.MonkeyPatch, place: str):
-    monkeypatch.setattr(fetch, "open_store", lambda url: open_store(texts))
+@pytest.mark.parametrize("fixture, place", [("hub_here", f"hf://{REPO}"), ("url", f"s3://{BUCKET}")])
+def test_a_place_that_holds_nothing_asked_for_is_told(texts: Path, request: pytest.FixtureRequest, fixture: str, place: str):
+    """A whole repository, and a whole bucket: nothing above them could hold a file of their name."""
+    request.getfixturevalue(fixture)
+    open_store(place, to_write=True).publish("text.jsonl", b"{}", replacing=None)
     with pytest.raises(DataError, match=rf"^{place}: holds no file that is asked for \(--glob '\*\.none'\)\. Give another"):
         prepare(
             [place], output=texts.parent / "there", recipe=recipe(texts.parent / "tokenizer.json", glob="*.none"), workers=1

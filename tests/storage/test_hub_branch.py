@@ -8,6 +8,7 @@ import json
 import logging
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -25,7 +26,7 @@ from ultrascale.checkpoint.stored import publish_stored, stored_checkpoints, upl
 from ultrascale.checkpoint.stored.publish import files_of
 from ultrascale.description.layout import Layout
 from ultrascale.description.run import Optimizer
-from ultrascale.storage import ConflictError, StorageError, Store, hub, hub_branch, open_store, parts
+from ultrascale.storage import ConflictError, StorageError, Store, hub, hub_branch, open_store
 from ultrascale.storage.errors import RefusedError
 from ultrascale.train.folder import run_store
 from ultrascale.train.folder.claim import take_over
@@ -35,8 +36,8 @@ KEY = "hf_right"
 
 
 @pytest.fixture(autouse=True)
-def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "PART_BYTES", 700)
+def small_parts(part_bytes: Callable[[int], None]) -> None:
+    part_bytes(700)
 
 
 def branch(url: str, seconds: float = 5) -> Store:
@@ -241,8 +242,8 @@ def test_an_upload_that_the_hub_puts_off_for_long_is_told_at_once(hub_here: Hub,
     assert hub_here.refusals_left == refusals - 1 and time.monotonic() - begun < 100, "asked again, or waited"
 
 
-def test_a_save_that_is_refused_does_not_keep_the_next_ones_out(hub_here: Hub, hub_url: str, tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(parts, "PART_BYTES", 10_000)
+def test_a_save_that_is_refused_does_not_keep_the_next_ones_out(hub_here: Hub, hub_url: str, tmp_path: Path, part_bytes):
+    part_bytes(10_000)
     hub_here.refused_name = "step-00000003"
     train_here(stored_run(tmp_path / "one", hub_url))
     assert steps_in(hub_url)[0] == 12 and not any(hub_here.refused_name in path for path in hub_here.files)
@@ -391,8 +392,8 @@ def test_two_ranks_onto_a_branch_and_on_from_it_elsewhere(hub_here: Hub, hub_url
     assert listed.returncode == 0 and "step-00000012" in listed.stdout, listed.stderr
 
 
-def test_a_run_removes_exports_and_is_gone_on_with_by_its_url(hub_here: Hub, hub_url: str, tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(parts, "PART_BYTES", 10_000)
+def test_a_run_removes_exports_and_is_gone_on_with_by_its_url(hub_here: Hub, hub_url: str, tmp_path: Path, part_bytes):
+    part_bytes(10_000)
     train_here(stored_run(tmp_path / "one", hub_url, keep=2, export=True), before_step=stop_at(10))
     assert len(steps_in(hub_url)) == 2
     folder = run_store.fetch_run(f"{hub_url}/small", tmp_path / "fresh")

@@ -19,6 +19,7 @@ from ultrascale.models.decoder import Decoder
 from ultrascale.models.files.huggingface import export_folder
 from ultrascale.models.initialise import initialise
 from ultrascale.storage import MissingError, StorageError, hub, open_store
+from ultrascale.storage.hub import BLOCK_BYTES
 from ultrascale.storage.location import url_problem
 
 KEY = "hf_right"
@@ -29,12 +30,12 @@ def server(hub_here: Hub) -> Hub:
     return hub_here
 
 
-def test_a_folder_of_a_repository_is_read_and_listed(server: Hub, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(hub, "BLOCK_BYTES", 3)
-    server.files |= {"a/b/one": b"0123456789", "a/two": b"2", "three": b""}
+def test_a_folder_of_a_repository_is_read_and_listed(server: Hub):
+    blocks = bytes(BLOCK_BYTES) + b"1" * BLOCK_BYTES + b"2"
+    server.files |= {"a/b/one": b"0123456789", "a/two": b"2", "three": b"", "blocks": blocks}
     store = open_store(f"hf://datasets/{REPO}/a")
     assert store.read("b/one") == b"0123456789" and store.size("b/one") == 10
-    assert b"".join(store.blocks("b/one")) == b"0123456789"
+    assert b"".join(open_store(f"hf://datasets/{REPO}").blocks("blocks")) == blocks
     assert store.read_range("b/one", 2, 5) == b"234" and store.read_range("b/one", 8, 20) == b"89"
     assert store.read_range("b/one", 10, 20) == b""
     objects, folders = store.names("")
@@ -89,15 +90,15 @@ def test_a_hub_that_is_busy_for_a_moment_is_asked_again(server: Hub):
     assert store.read("one") == b"1"
 
 
-def test_a_block_that_lacks_bytes_is_refused_and_a_whole_file_is_cut(server: Hub, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(hub, "BLOCK_BYTES", 3)
-    server.files["one"] = b"0123456789"
+def test_a_block_that_lacks_bytes_is_refused_and_a_whole_file_is_cut(server: Hub):
+    blocks = bytes(BLOCK_BYTES) + b"1"
+    server.files |= {"one": b"0123456789", "blocks": blocks}
     store = open_store(f"hf://{REPO}")
     server.ranges = "ignored"
-    assert b"".join(store.blocks("one")) == b"0123456789" and store.read_range("one", 8, 20) == b"89"
+    assert b"".join(store.blocks("blocks")) == blocks and store.read_range("one", 8, 20) == b"89"
     server.ranges = "short"
-    with pytest.raises(StorageError, match="2 bytes came of a block at 0"):
-        list(store.blocks("one"))
+    with pytest.raises(StorageError, match="8,388,607 bytes came of a block at 0"):
+        list(store.blocks("blocks"))
 
 
 NO_SUCH = "there is no such repository, or not for this key"

@@ -3,6 +3,7 @@
 import json
 import shutil
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,16 +18,15 @@ from ultrascale.checkpoint.stored import stored_checkpoints, verify_stored
 from ultrascale.description.problems import SpecError
 from ultrascale.description.run import Run
 from ultrascale.storage import open_store
-from ultrascale.storage import parts as storage_parts
 from ultrascale.train.folder import run_store
 from ultrascale.train.folder.claim import take_over
 from ultrascale.train.folder.run_folder import RunFolder
 
 
 @pytest.fixture(autouse=True)
-def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_parts(part_bytes: Callable[[int], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """Many parts of a small checkpoint, and a store that is given up on soon."""
-    monkeypatch.setattr(storage_parts, "PART_BYTES", 10_000)
+    part_bytes(10_000)
     monkeypatch.setattr(run_store, "open_store", partial(open_store, patience_seconds=2))
 
 

@@ -21,12 +21,13 @@ from ultrascale.storage import (
     crc_of,
     download_files,
     open_store,
-    parts,
     read_parts,
     upload_file,
     url_of,
 )
+from ultrascale.storage.files import FileStore
 from ultrascale.storage.location import url_problem
+from ultrascale.storage.parts import STREAMS
 
 
 def test_what_is_written_is_read(store: Store):
@@ -111,8 +112,8 @@ def test_a_whole_file_goes_there(store: Store, tmp_path: Path):
     assert store.read("big") == content
 
 
-def test_a_file_goes_through_parts_and_comes_back(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(parts, "PART_BYTES", 1000)
+def test_a_file_goes_through_parts_and_comes_back(store: Store, tmp_path: Path, part_bytes: Callable[[int], None]):
+    part_bytes(1000)
     content = os.urandom(12_345)
     (tmp_path / "file").write_bytes(content)
     made = upload_file(store, tmp_path / "file", "p/file")
@@ -122,17 +123,23 @@ def test_a_file_goes_through_parts_and_comes_back(store: Store, tmp_path: Path, 
     assert (tmp_path / "back").read_bytes() == content
 
 
+class Late(FileStore):
+    """Reads from the memory that it was given only when everything has been sent."""
+
+    def write(self, key: str, data: bytes | memoryview) -> None:
+        late[key] = memoryview(data)
+
+
+late: dict[str, memoryview] = {}
+
+
 def test_memory_that_a_connection_still_reads_from_is_not_used_for_the_next_part(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, part_bytes: Callable[[int], None]
 ):
-    monkeypatch.setattr(parts, "PART_BYTES", 1000)
-    monkeypatch.setattr(parts, "STREAMS", 1)
-    store = open_store(tmp_path / "store")
-    late: dict[str, memoryview] = {}
-    monkeypatch.setattr(store, "write", lambda key, data: late.update({key: memoryview(data)}))
-    content = os.urandom(5500)
+    part_bytes(1000)
+    content = os.urandom(1000 * 4 * STREAMS + 500)  # a thread of the pool has several parts, one after the other
     (tmp_path / "file").write_bytes(content)
-    made = upload_file(store, tmp_path / "file", "p")
+    made = upload_file(Late(tmp_path / "store"), tmp_path / "file", "p")
     assert b"".join(late[part.key("p", i)] for i, part in enumerate(made)) == content
 
 
@@ -145,9 +152,8 @@ def test_the_checksum_of_two_pieces_is_that_of_both_end_to_end(combine: Callable
 
 
 @pytest.mark.parametrize("harm", ["flipped", "short", "missing"])
-def test_a_part_that_is_not_what_was_sent_is_found(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, harm: str):
-    monkeypatch.setattr(parts, "PART_BYTES", 1000)
-    monkeypatch.setattr(parts, "PAUSE_SECONDS", 0.0)
+def test_a_part_that_is_not_what_was_sent_is_found(store: Store, tmp_path: Path, part_bytes: Callable[[int], None], harm: str):
+    part_bytes(1000)
     (tmp_path / "file").write_bytes(os.urandom(3000))
     made = upload_file(store, tmp_path / "file", "p/file")
     key = made[1].key("p/file", 1)
@@ -162,8 +168,8 @@ def test_a_part_that_is_not_what_was_sent_is_found(store: Store, tmp_path: Path,
     assert not (tmp_path / "back").exists()
 
 
-def test_an_upload_that_was_cut_off_sends_only_what_is_missing(proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(parts, "PART_BYTES", 1000)
+def test_an_upload_that_was_cut_off_sends_only_what_is_missing(proxy: Proxy, tmp_path: Path, part_bytes: Callable[[int], None]):
+    part_bytes(1000)
     store = open_store("s3://bucket/cut-off", patience_seconds=5)
     (tmp_path / "file").write_bytes(os.urandom(10_000))
     made = upload_file(store, tmp_path / "file", "p/file")

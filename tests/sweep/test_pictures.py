@@ -22,9 +22,7 @@ pytest.importorskip("matplotlib")
         (["a-model-of-a-very-long-name-70b", "x"], [f"64x/some/long/path/to/machines/our-cluster-{n}.toml" for n in range(5)]),
     ],
 )
-def test_no_name_of_a_value_covers_another(rows, columns, tmp_path, monkeypatch):
-    drawn: list[Any] = []
-    monkeypatch.setattr(pictures, "save_figure", lambda figure, path: (drawn.append(figure), path)[1])
+def test_no_name_of_a_value_covers_another(rows, columns, tmp_path, figures):
     axes = [Axis("layout.tp", tuple(rows)), Axis("cluster", tuple(columns))]
     cells = [SweepCell({"layout.tp": row, "cluster": column}, None) for row in rows for column in columns]
     here = SimpleNamespace(cell=cells[0])
@@ -35,7 +33,7 @@ def test_no_name_of_a_value_covers_another(rows, columns, tmp_path, monkeypatch)
         planned_step_seconds=None,
     )
     assert pictures.draw(Path(tmp_path), axes, cells, [], [only]) == [tmp_path / "speed.png"]
-    (figure,) = drawn
+    (figure,) = figures
     figure.canvas.draw()
     (plot,) = figure.axes
     down = [label.get_window_extent() for label in plot.get_yticklabels()]

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tiny_disk import on_a_tiny_disk
@@ -17,9 +18,11 @@ from train.small_runs import small_run
 from ultrascale.config.resolve import to_toml
 from ultrascale.description.sections.trackers import Log
 from ultrascale.run_rows import metric_line
-from ultrascale.trackers import follow, to_tensorboard
+from ultrascale.trackers import follow
 from ultrascale.trackers.follow import read_gpus
 from ultrascale.trackers.tracker import TrackedRecord, plan_values
+
+SHORT = follow.Pauses(look_seconds=0.02, first_wait_seconds=0.05)
 
 
 class Fake:
@@ -29,11 +32,14 @@ class Fake:
     rows: list[int]
     endings: list[str]
     last_step: int | None = None
+    hangs = False
 
     def __init__(self, told, known):
         self.id = known or "fresh"
 
     def write(self, step, seconds, values):
+        if self.hangs:
+            threading.Event().wait()  # also beyond a test
         if self.failures:
             raise self.failures.pop(0)
         self.rows.append(step)
@@ -45,9 +51,8 @@ class Fake:
 @pytest.fixture
 def fake(monkeypatch):
     Fake.failures, Fake.rows, Fake.endings = [], [], []
-    monkeypatch.setattr(to_tensorboard, "TensorboardRun", Fake)
-    monkeypatch.setattr(follow, "FIRST_WAIT", 0.05)
-    monkeypatch.setattr(follow, "LOOK_SECONDS", 0.02)
+    Fake.last_step, Fake.hangs = None, False
+    monkeypatch.setitem(sys.modules, "ultrascale.trackers.to_tensorboard", SimpleNamespace(TensorboardRun=Fake))
     return Fake
 
 
@@ -66,7 +71,7 @@ def write_rows(folder: Path, steps: range, mode: str = "a") -> None:
 
 def send(folder: Path, *, close_seconds: float = 20.0) -> list[str]:
     said: list[str] = []
-    follow.follow(folder, said.append, lambda: True, close_seconds=close_seconds)
+    follow.follow(folder, said.append, lambda: True, close_seconds=close_seconds, pauses=SHORT)
     return said
 
 
@@ -75,7 +80,7 @@ def test_a_tracker_that_fails_and_answers_again_has_every_row_once_and_it_is_sai
     write_rows(folder, range(1, 4))
     fake.failures = [ConnectionError("no route")] * 4
     said, over = [], threading.Event()
-    thread = threading.Thread(target=lambda: follow.follow(folder, said.append, over.is_set, close_seconds=20))
+    thread = threading.Thread(target=lambda: follow.follow(folder, said.append, over.is_set, close_seconds=20, pauses=SHORT))
     thread.start()
     wait_for(lambda: fake.rows == [1, 2, 3])
     write_rows(folder, range(4, 6))
@@ -100,10 +105,10 @@ def test_steps_that_are_done_again_after_a_rewind_are_not_given_again(home, fake
     assert fake.rows == list(range(1, 9)) and fake.endings == ["crash", "end"]
 
 
-def test_a_tracker_that_hangs_is_left_after_a_while(home, fake, monkeypatch):
+def test_a_tracker_that_hangs_is_left_after_a_while(home, fake):
     folder = folder_of(home)
     write_rows(folder, range(1, 4))
-    monkeypatch.setattr(fake, "write", lambda *arguments: threading.Event().wait())  # also beyond this test
+    fake.hangs = True
     started = time.monotonic()
     (told,) = send(folder, close_seconds=0.3)
     assert time.monotonic() - started < 10
@@ -124,20 +129,18 @@ def test_a_run_of_an_earlier_release_goes_on_with_the_same_tracked_run_and_is_gi
 
 
 @pytest.mark.parametrize("last, sent", [(2, [4, 5]), (0, [2, 3, 4, 5]), (-1, [1, 2, 3, 4, 5])])
-def test_a_tracker_that_says_which_step_it_has_from_an_earlier_release_is_given_no_step_twice(
-    home, fake, monkeypatch, last, sent
-):
+def test_a_tracker_that_says_which_step_it_has_from_an_earlier_release_is_given_no_step_twice(home, fake, last, sent):
     """It counts that release's rows from 0, and those that it is given now from 1; also where it is asked twice in between."""
     folder = folder_of(home)
     known = {"name": "small", "trackers": {"tensorboard": {"id": "old", "step": 2}, "wandb": {"id": "w", "step": 2}}}
     (folder / "tracked.json").write_text(json.dumps(known))
-    monkeypatch.setattr(fake, "last_step", last)
+    fake.last_step = last
     send(folder)
     TrackedRecord.read(folder, "small").save("wandb", "w", 3)  # of another tracker, which was given a row meanwhile
     write_rows(folder, range(1, 6))
     send(folder)
     assert fake.rows == sent
-    monkeypatch.setattr(fake, "last_step", 5)
+    fake.last_step = 5
     write_rows(folder, range(6, 8))
     send(folder)
     assert fake.rows == [*sent, 6, 7]

@@ -17,7 +17,6 @@ from train.small_runs import STEPS, at_step, small_run, train_here
 from ultrascale.description.run import Checkpoint
 from ultrascale.description.sections.trackers import SINKS, Log, Mlflow, Tensorboard, Trackio, Wandb
 from ultrascale.trackers.to_mlflow import offline_store
-from ultrascale.train.observers import metrics as follower
 
 LOG = Log(
     memory_steps=0,
@@ -42,9 +41,9 @@ def cut_off(trainer) -> None:
 
 
 @pytest.mark.parametrize("sink", SINKS)
-def test_a_run_that_is_cut_off_and_goes_on_is_one_tracked_run_with_every_step_once(home, monkeypatch, sink):
+def test_a_run_that_is_cut_off_and_goes_on_is_one_tracked_run_with_every_step_once(home, wait_at_the_end, sink):
     expect_installed(sink)
-    monkeypatch.setattr(follower, "WAIT_SECONDS", 60.0)
+    wait_at_the_end(60.0)
     run = small_run(home, log=replace(LOG, sinks=(sink,)), checkpoint=Checkpoint(every_steps=4, export=False))
     with pytest.raises(PowerCutError):
         train_here(run, before_step=at_step(7, cut_off))
@@ -79,9 +78,9 @@ def expect_labels(sink: str, labels: dict, settings: str) -> None:
 
 
 @pytest.mark.parametrize("sink", SINKS)
-def test_a_run_goes_on_with_the_tracked_run_whose_id_is_given(home, monkeypatch, sink):
+def test_a_run_goes_on_with_the_tracked_run_whose_id_is_given(home, wait_at_the_end, sink):
     expect_installed(sink)
-    monkeypatch.setattr(follower, "WAIT_SECONDS", 60.0)
+    wait_at_the_end(60.0)
     known = "mine"
     if sink == "mlflow":  # which makes ids itself
         (home / "small").mkdir()
@@ -97,10 +96,10 @@ def test_a_run_goes_on_with_the_tracked_run_whose_id_is_given(home, monkeypatch,
 
 
 @pytest.mark.parametrize("sink", ["wandb", "mlflow"])
-def test_a_server_that_is_not_there_costs_a_line_and_not_one_bit(home, monkeypatch, sink):
+def test_a_server_that_is_not_there_costs_a_line_and_not_one_bit(home, wait_at_the_end, monkeypatch, sink):
     expect_installed(sink)
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-    monkeypatch.setattr(follower, "WAIT_SECONDS", 20.0)  # until the first failure is told
+    wait_at_the_end(20.0)  # until the first failure is told
     calm = small_run(home, name="calm")
     train_here(calm)
     nowhere = "http://127.0.0.1:9"

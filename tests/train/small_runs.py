@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -58,8 +59,9 @@ def small_run(folder: Path, **changes: Any) -> Run:
     return replace(run, **changes)
 
 
-def train_here(run: Run, *, before_step: BeforeStep | None = None, rendezvous: str = "env://", **options: Any) -> loop.Outcome:
-    """Train in this process; `before_step` is called with the trainer before each step, to do what a test wants."""
+@contextmanager
+def before_each_step(before_step: BeforeStep | None) -> Iterator[None]:
+    """`before_step` is called with the trainer before each step of runs of this process, to do what a test wants."""
     train_step = Trainer.train_step
 
     def step(trainer: Trainer) -> StepResult:
@@ -69,9 +71,15 @@ def train_here(run: Run, *, before_step: BeforeStep | None = None, rendezvous: s
 
     Trainer.train_step = step  # pyright: ignore[reportAttributeAccessIssue]
     try:
-        return loop.train(run, rendezvous=rendezvous, **options)
+        yield
     finally:
         Trainer.train_step = train_step
+
+
+def train_here(run: Run, *, before_step: BeforeStep | None = None, rendezvous: str = "env://", **options: Any) -> loop.Outcome:
+    """Train in this process, with `before_step` before each step."""
+    with before_each_step(before_step):
+        return loop.train(run, rendezvous=rendezvous, **options)
 
 
 def train_ranks(run: Run, *, before_step: BeforeStep | None = None, **options: Any) -> list[dict[str, Any]]:

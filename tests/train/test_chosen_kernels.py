@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +18,8 @@ from ultrascale.catalogue.models.model_presets import preset
 from ultrascale.config.resolve import resolve
 from ultrascale.description.layout import Layout
 from ultrascale.description.problems import SpecError
-from ultrascale.kernels.choice import contest, implementation
+from ultrascale.kernels.attention.flash_packages import MODULES
+from ultrascale.kernels.choice import implementation
 from ultrascale.kernels.choice.contest import Verdict
 from ultrascale.kernels.choice.fused_contest import _CASES, fused_shape, kernels_of
 from ultrascale.kernels.choice.implementation import choose
@@ -26,21 +30,17 @@ from ultrascale.work.fp8_slots import products_line
 FASTEST = Layout(micro_batch_size=2, attention="fastest")
 
 
-def inject(monkeypatch, **seconds: float) -> None:
-    monkeypatch.setattr(contest, "_timed", lambda forms, inputs, passes: {name: seconds[name] for name in forms})
-
-
 def log(home: Path, name: str) -> list[str]:
     return [line for line in (home / name / "log.txt").read_text().splitlines() if line.startswith("attention:")]
 
 
-def test_a_run_that_goes_on_takes_the_core_it_had_and_ends_with_the_same_bits(home: Path, monkeypatch) -> None:
-    inject(monkeypatch, sdpa=2e-3, varlen=1e-3)
+def test_a_run_that_goes_on_takes_the_core_it_had_and_ends_with_the_same_bits(home: Path, kernel_seconds) -> None:
+    kernel_seconds({"sdpa": 2e-3, "varlen": 1e-3}.__getitem__)
     whole, parts = (small_run(home, name=name, layout=FASTEST) for name in ("whole", "parts"))
     train_here(whole)
     train_here(parts, before_step=stop_at(3))
     assert resolve(str(home / "parts" / "run.toml"), []).run.layout.attention == "varlen"
-    inject(monkeypatch, sdpa=1e-3, varlen=2e-3)  # another day, another winner
+    kernel_seconds({"sdpa": 1e-3, "varlen": 2e-3}.__getitem__)  # another day, another winner
     train_here(parts)
     told = "attention: varlen 1 ms; sdpa 2 ms; not cudnn, flash-2, flash-3, flash-4: is for CUDA; "
     assert [line[: len(told)] for line in log(home, "parts")] == [told, told]
@@ -48,16 +48,18 @@ def test_a_run_that_goes_on_takes_the_core_it_had_and_ends_with_the_same_bits(ho
     assert same(state(whole), state(parts))
 
 
-def test_the_file_that_was_written_goes_on_with_the_same_core_though_it_is_asked_for_by_name(home: Path, monkeypatch) -> None:
-    inject(monkeypatch, sdpa=2e-3, varlen=1e-3)
+def test_the_file_that_was_written_goes_on_with_the_same_core_though_it_is_asked_for_by_name(
+    home: Path, kernel_seconds
+) -> None:
+    kernel_seconds({"sdpa": 2e-3, "varlen": 1e-3}.__getitem__)
     train_here(small_run(home, name="parts", layout=FASTEST), before_step=stop_at(3))
     written = resolve(str(home / "parts" / "run.toml"), []).run
     train_here(written)
     assert log(home, "parts")[1] == "attention: varlen, as layout.attention says"
 
 
-def test_on_the_cpu_nothing_is_timed_unless_asked_for_and_the_line_says_so(home: Path, monkeypatch) -> None:
-    monkeypatch.setattr(contest, "_timed", None)
+def test_on_the_cpu_nothing_is_timed_unless_asked_for_and_the_line_says_so(home: Path, kernel_seconds) -> None:
+    kernel_seconds({}.__getitem__)
     run = small_run(home, name="plain")
     train_here(replace(run, steps=1))
     assert log(home, "plain") == [
@@ -87,26 +89,24 @@ def test_what_an_fp8_run_multiplies_in_8_bits_and_what_stays_in_bf16_is_named_we
     assert {"embed_tokens", "router", "q_a_proj", "kv_a_proj_with_mqa", "lm_head"} <= set(wide.split(", "))
 
 
-def test_ranks_that_measure_otherwise_decide_alike(home: Path, monkeypatch) -> None:
-    def timed(forms, inputs, passes):
+def test_ranks_that_measure_otherwise_decide_alike(home: Path, kernel_seconds) -> None:
+    def seconds_of(name: str) -> float:
         import torch.distributed as dist
 
-        first = dist.get_rank() == 0
-        seconds = {"sdpa": 1e-3 if first else 5e-3, "varlen": 2e-3}  # alone, rank 0 would take sdpa
-        return {name: seconds[name] for name in forms}
+        return {"sdpa": 1e-3 if dist.get_rank() == 0 else 5e-3, "varlen": 2e-3}[name]  # alone, rank 0 would take sdpa
 
-    monkeypatch.setattr(contest, "_timed", timed)
+    kernel_seconds(seconds_of)
     run = small_run(home, layout=replace(FASTEST, dp=2))
     results = train_ranks(replace(run, steps=2))
     assert [one["steps_done"] for one in results] == [2, 2]
     assert log(home, "small")[0].startswith("attention: varlen 2 ms; sdpa 5 ms")
 
 
-def test_a_question_that_changed_is_asked_anew(home: Path, monkeypatch) -> None:
-    inject(monkeypatch, sdpa=2e-3, varlen=1e-3)
+def test_a_question_that_changed_is_asked_anew(home: Path, kernel_seconds) -> None:
+    kernel_seconds({"sdpa": 2e-3, "varlen": 1e-3}.__getitem__)
     run = small_run(home, name="parts", layout=FASTEST)
     train_here(run, before_step=stop_at(2))
-    inject(monkeypatch, sdpa=1e-3, varlen=2e-3)
+    kernel_seconds({"sdpa": 1e-3, "varlen": 2e-3}.__getitem__)
     train_here(replace(run, layout=replace(FASTEST, micro_batch_size=1)))
     assert json.loads((home / "parts" / "chosen_kernels.json").read_text())["verdicts"]["attention"]["chosen"] == "sdpa"
 
@@ -118,12 +118,13 @@ def test_a_core_that_the_device_has_not_is_refused_at_the_start(home: Path) -> N
 
 
 def test_a_run_whose_package_is_gone_is_told_what_to_do_and_does_not_go_on_with_another(monkeypatch) -> None:
-    kept = Verdict("attention", "flash-3", "", {"flash-3": 1e-3, "sdpa": 2e-3})
+    kept = Verdict("attention", "flash-2", "", {"flash-2": 1e-3, "sdpa": 2e-3})
+    monkeypatch.setitem(sys.modules, MODULES["flash-2"], None)
     run = resolve(None, {"model.preset": "llama-3.2-1b", "layout.precision": "bf16"}).run
     on_cuda = Ranks(0, 1, torch.device("cuda"))
-    with pytest.raises(SpecError, match="began with flash-3, but rank 0: flash_attn_interface is not installed"):
+    with pytest.raises(SpecError, match=r"began with flash-2, but rank 0: flash_attn.* is not installed"):
         chosen_kernels._attention(run, on_cuda, kept)
-    monkeypatch.setattr(chosen_kernels, "not_importable", lambda core: "")
+    monkeypatch.setitem(sys.modules, MODULES["flash-2"], SimpleNamespace(_flash_attn_varlen_forward=None))
     assert chosen_kernels._attention(run, on_cuda, kept) is kept
     named = replace(run, layout=replace(run.layout, attention="flash-2"))
     assert chosen_kernels._attention(named, on_cuda, None).line() == "attention: flash-2, as layout.attention says"
@@ -164,8 +165,9 @@ def test_norms_are_timed_as_the_model_calls_them() -> None:
 
 def test_forms_are_set_kernel_by_kernel_and_one_name_goes_for_those_that_have_it(monkeypatch) -> None:
     cuda = torch.device("cuda")
-    monkeypatch.setattr(implementation, "_CHOSEN", {})
-    monkeypatch.setattr(implementation, "not_installed", lambda form: "")
+    for kernel in list(implementation._CHOSEN):
+        monkeypatch.setitem(implementation._CHOSEN, kernel, "torch")  # and as before afterwards
+    monkeypatch.setitem(sys.modules, "liger_kernel", SimpleNamespace(__spec__=ModuleSpec("liger_kernel", None)))
     choose({"norm": "liger", "loss": "compiled"}, cuda)
     assert implementation._CHOSEN == {
         "norm": "liger",
@@ -188,7 +190,7 @@ def test_forms_are_set_kernel_by_kernel_and_one_name_goes_for_those_that_have_it
         "adamw-bf16": "torch",
         "adamw-8bit": "torch",
     }
-    monkeypatch.setattr(implementation, "not_installed", lambda form: "liger_kernel is not installed")
+    monkeypatch.setitem(sys.modules, "liger_kernel", None)
     with pytest.raises(SpecError, match=r"kernels: liger_kernel is not installed\. pip install liger-kernel"):
         choose("liger", cuda)
 

@@ -15,7 +15,6 @@ from ultrascale.description.layout import Layout
 from ultrascale.description.problems import SpecError
 from ultrascale.plan.search.recompute_choice import recompute_options
 from ultrascale.plan.workload import Workload
-from ultrascale.train.start import chosen_recompute
 from ultrascale.work.work import Shape
 
 
@@ -26,7 +25,9 @@ def budget() -> int:
     return ways[0].kept_bytes + ways[-1].kept_bytes
 
 
-def test_a_run_that_goes_on_computes_again_what_it_did_before_and_ends_with_the_same_bits(home: Path, monkeypatch) -> None:
+def test_a_run_that_goes_on_computes_again_what_it_did_before_and_ends_with_the_same_bits(
+    home: Path, no_recomputation_is_chosen
+) -> None:
     auto = Layout(micro_batch_size=2, recompute="auto", recompute_budget=budget())
     whole, parts = small_run(home, name="whole"), small_run(home, name="parts", layout=auto)
     train_here(whole)
@@ -34,7 +35,7 @@ def test_a_run_that_goes_on_computes_again_what_it_did_before_and_ends_with_the_
     kept = json.loads((home / "parts" / "recompute.json").read_text())
     chosen = resolve(str(home / "parts" / "run.toml"), []).run.layout
     assert chosen.recompute == "blocks" and list(chosen.recompute_blocks) == kept["recompute_blocks"] != ["none x 2"]
-    monkeypatch.setattr(chosen_recompute, "with_recomputation", None)  # nobody chooses a second time
+    no_recomputation_is_chosen()
     train_here(parts)
     assert same(state(whole), state(parts))
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
-import torch
 from torch._dynamo.utils import counters
 from train.small_runs import at_step, curve, rows, same, small_run, state, stop_at, train_in_turn, train_ranks
 
@@ -20,9 +18,9 @@ from ultrascale.train.trainer import Trainer
 
 
 @pytest.fixture(params=["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
-def backend(request, monkeypatch) -> None:
+def backend(request, compiled_by) -> None:
     """Graphs and gradients here; kernels of C++, which take ten seconds and more, at night, and in the other tests."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=request.param))  # ranks are forked
+    compiled_by(request.param)
 
 
 def test_blocks_are_compiled_and_train_alike_under_zero_3_with_recomputation(home):

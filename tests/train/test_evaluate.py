@@ -6,12 +6,14 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from train.small_runs import MODEL, curve, make_corpus, same, small_run, state, stop_at, train_here, train_ranks
 
+from ultrascale.data.indexed import ShardWriter
 from ultrascale.data.loader import Loader
 from ultrascale.description.layout import Layout
 from ultrascale.description.run import Evaluation, Run, Source
@@ -83,17 +85,12 @@ def validation_losses(run: Run) -> list[float]:
     return list(found.values())
 
 
-def test_held_out_sequences_without_a_valid_target_have_no_loss(run, monkeypatch, capsys):
-    read = Loader.read
-
-    def masked(loader: Loader, numbers):
-        sequences = read(loader, numbers)
-        if loader.sources == run.data.validation:
-            sequences.targets[:] = -100
-        return sequences
-
-    monkeypatch.setattr(Loader, "read", masked)
-    train_here(run)
+def test_held_out_sequences_without_a_valid_target_have_no_loss(run, home, capsys):
+    """Each of their tokens is a document of its own, after which nothing is to be predicted: of all 3,000 but the last two."""
+    writer = ShardWriter(home / "single", "uint16")
+    writer.add_documents(np.arange(3000) % MODEL.vocab_size, [1] * 2998 + [2])
+    writer.finish()
+    train_here(replace(run, data=replace(run.data, validation=(Source(str(home / "single")),))))
     assert "val/loss" not in (Path(run.folder) / run.name / "metrics.jsonl").read_text()
     assert capsys.readouterr().out.count("val unknown (no valid target)") == 3
 

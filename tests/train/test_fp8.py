@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from operations import Operations
 from parallel.tensor_cases import OneRank
 from parallel.test_precision import LLAMA, gradients_and_weights, run_of
 from ranks import run_ranks
@@ -17,9 +18,8 @@ from ultrascale.config.resolve import resolve
 from ultrascale.description.layout import Layout
 from ultrascale.description.problems import SpecError
 from ultrascale.kernels.fp8 import fp8_linear as fp8_linear_module
-from ultrascale.kernels.fp8 import fp8_matrices as fp8
 from ultrascale.kernels.fp8.fp8_linear import fp8_linear
-from ultrascale.kernels.fp8.fp8_matrices import GRADIENT, Scaling, narrow, product
+from ultrascale.kernels.fp8.fp8_matrices import FORWARD, GRADIENT, Scaling, narrow, product
 from ultrascale.models.decoder import Decoder
 from ultrascale.parallel.apply import build_share
 from ultrascale.parallel.mesh import Ranks
@@ -73,15 +73,13 @@ def test_results_and_gradients_are_those_of_the_exact_products_within_the_format
     assert torch.equal(found[0][-1], found[1][-1])  # a bias's gradient is a plain sum
 
 
-def test_gradients_of_one_scale_are_in_the_wide_format_and_of_a_scale_a_row_in_the_fine_one(monkeypatch):
-    seen: list[torch.dtype] = []
-    original = fp8.rounded
-    monkeypatch.setattr(fp8, "rounded", lambda w, s, d=fp8.FORWARD: (seen.append(d), original(w, s, d))[1])
+def test_gradients_of_one_scale_are_in_the_wide_format_and_of_a_scale_a_row_in_the_fine_one():
     for scaling in SCALINGS:
-        seen.clear()
         leaf = torch.randn(4, 16, requires_grad=True)
-        fp8_linear(leaf, [torch.randn(16, 16, requires_grad=True)], [], scaling)[0].sum().backward()
-        assert (GRADIENT in seen) == (scaling == "tensor")
+        with Operations("_to_copy") as casts:
+            fp8_linear(leaf, [torch.randn(16, 16, requires_grad=True)], [], scaling)[0].sum().backward()
+        seen = {options.get("dtype") for options in casts.options}
+        assert FORWARD in seen and (GRADIENT in seen) == (scaling == "tensor")
 
 
 def test_products_of_blocks_are_in_fp8_and_nothing_else(monkeypatch):

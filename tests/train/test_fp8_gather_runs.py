@@ -54,9 +54,9 @@ def losses(rank: int, case: Case, compiled: bool) -> list[torch.Tensor]:
 
 @pytest.mark.timeout(900)  # a graph is compiled, which takes minutes where many share a machine
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
-def test_compiled_blocks_read_what_was_gathered_in_fp8(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+def test_compiled_blocks_read_what_was_gathered_in_fp8(compiled_by, backend: str) -> None:
     """Graphs and gradients here; kernels of C++ at night."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))  # ranks are forked
+    compiled_by(backend)
     case = Case(replace(MODEL, num_hidden_layers=1), GATHERED, num_micro_batches=1)
     eager, compiled = (torch.stack(run_ranks(2, losses, case, on, timeout_seconds=800)[0]) for on in (False, True))
     torch.testing.assert_close(compiled, eager, rtol=2e-4, atol=0)

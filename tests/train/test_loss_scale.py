@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from planted import the_norm_is_of_scaled_gradients
 from torch.utils.hooks import RemovableHandle
 from train.small_runs import MODEL, at_step, rows, same, small_run, state, stop_at, train_here, train_in_turn, train_ranks
 from train.test_resume_layouts import EXPERTS
@@ -20,7 +21,7 @@ from ultrascale.description.layout import Layout
 from ultrascale.description.problems import SpecError
 from ultrascale.description.run import Batch, Log, LossScale, Optimizer, Run
 from ultrascale.parallel.mesh import Ranks
-from ultrascale.parallel.share import Share, local, local_gradient
+from ultrascale.parallel.share import local, local_gradient
 from ultrascale.train.optimizers.loss_scale import DynamicScale, LossScaling
 from ultrascale.train.trainer import Trainer
 
@@ -52,10 +53,17 @@ AXES = {
 }
 
 
-def scaled(trainer: Trainer, post_init=Trainer.__post_init__) -> None:
-    post_init(trainer)
-    trainer.loss_scale = DynamicScale(LossScale(initial=1024.0, growth_steps=1))
-    trainer.observers.insert(0, LossScaling(trainer))
+@pytest.fixture
+def scaled(monkeypatch) -> None:
+    """Trainers scale the loss from 1024 on, and twice as much after each step."""
+    post_init = Trainer.__post_init__
+
+    def with_scale(trainer: Trainer) -> None:
+        post_init(trainer)
+        trainer.loss_scale = DynamicScale(LossScale(initial=1024.0, growth_steps=1))
+        trainer.observers.insert(0, LossScaling(trainer))
+
+    monkeypatch.setattr(Trainer, "__post_init__", with_scale)
 
 
 def cases() -> list[Case]:
@@ -68,17 +76,14 @@ def cases() -> list[Case]:
     return found
 
 
-def test_a_scale_that_doubles_each_step_changes_no_gradient_norm_or_weight_of_any_axis(monkeypatch):
+def test_a_scale_that_doubles_each_step_changes_no_gradient_norm_or_weight_of_any_axis(scaled):
     """In float64, where nothing overflows, against one process without a scale; gradients are clipped."""
-    monkeypatch.setattr(Trainer, "__post_init__", scaled)
     for verdict in prove_all(cases(), steps=2):
         assert verdict.holds, verdict
 
 
-def test_a_norm_that_is_taken_before_unscaling_is_seen(monkeypatch):
-    monkeypatch.setattr(Trainer, "__post_init__", scaled)
-    norm = Share.gradient_norm
-    monkeypatch.setattr(Share, "gradient_norm", lambda share: norm(share) * 1024)
+def test_a_norm_that_is_taken_before_unscaling_is_seen(scaled, monkeypatch):
+    the_norm_is_of_scaled_gradients(monkeypatch, 1024)
     assert not prove_all(cases()[:1], steps=1)[0].holds
 
 

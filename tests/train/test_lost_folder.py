@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,8 +34,14 @@ ZERO_2 = Layout(dp=2, zero_stage=2, micro_batch_size=2)
 
 
 @pytest.fixture(autouse=True)
-def looks_often(monkeypatch) -> None:
-    monkeypatch.setattr(run_folder, "WATCH_SECONDS", 0.02)
+def looks_every(monkeypatch) -> Callable[[float], None]:
+    """Sets how often a run looks after its folder; here it is often."""
+
+    def set_seconds(seconds: float) -> None:
+        monkeypatch.setattr(run_folder, "WATCH_SECONDS", seconds)
+
+    set_seconds(0.02)
+    return set_seconds
 
 
 def remove(folder: Path) -> None:
@@ -133,8 +140,8 @@ def test_a_run_that_begins_anew_where_one_was_lost_says_where_that_is_saved(home
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_the_next_save_sees_the_loss_before_anything_is_written(home, monkeypatch, asynchronous):
-    monkeypatch.setattr(run_folder, "WATCH_SECONDS", 1000.0)
+def test_the_next_save_sees_the_loss_before_anything_is_written(home, looks_every, asynchronous):
+    looks_every(1000.0)
     run = small_run(home, checkpoint=Checkpoint(every_steps=2, keep=2, export=False, asynchronous=asynchronous))
     with pytest.raises(RunFolderLostError, match="saved at step 8 in "):
         train_here(run, before_step=at_step(7, lambda trainer: put_another_in_its_place(home / "small")))

@@ -14,7 +14,7 @@ from ultrascale.description.sections.islands import Islands
 from ultrascale.measure.machine.ceilings import Peak
 from ultrascale.run_rows import metric_line
 from ultrascale.train.folder.run_folder import RunFolder
-from ultrascale.train.observers import metrics, performance
+from ultrascale.train.observers import metrics
 from ultrascale.train.observers.metrics import Metrics, console_line, duration
 
 ALWAYS = {
@@ -62,8 +62,8 @@ def test_speeds_agree_with_each_other(home):
         assert 0 < mfu <= hfu < 1.1 * mfu  # nothing is recomputed but inside attention
 
 
-def test_a_peak_that_a_step_exceeds_is_told_once_and_gives_no_mfu(home, monkeypatch):
-    monkeypatch.setattr(performance, "stored_or_measured_peak", lambda *asked: Peak(1.0, "a slow product"))
+def test_a_peak_that_a_step_exceeds_is_told_once_and_gives_no_mfu(home, known_peak):
+    known_peak(Peak(1.0, "a slow product"))
     run = small_run(home)
     train_here(run)
     assert all(row.keys() == ALWAYS | SPEED - {"perf/mfu", "perf/hfu"} for row in read_rows(run)[1:])

@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from train.small_runs import MODEL, STEPS, curve, largest_error, same, small_run, state, stop_at, train_here
-from train.test_chosen_kernels import FASTEST, inject
+from train.test_chosen_kernels import FASTEST
 from train.test_facts import write
 
 from ultrascale.checkpoint.manifest import MANIFEST_NAME
 from ultrascale.description.run import Run
 from ultrascale.train.folder.differences import differences, with_defaults
 from ultrascale.train.folder.resume import decisive_parts
-from ultrascale.train.start import chosen_recompute
 
 OLD = Path(__file__).parent / "older_release"
 
@@ -36,12 +35,12 @@ def lacking(kept: dict[str, Any], run: Run) -> dict[str, Any]:
     return kept | changed
 
 
-def test_the_run_of_an_older_release_goes_on_with_its_weights_and_its_choices(home: Path, monkeypatch) -> None:
+def test_the_run_of_an_older_release_goes_on_with_its_weights_and_its_choices(home: Path, no_recomputation_is_chosen) -> None:
     model = replace(MODEL, hidden_size=8, intermediate_size=8, num_hidden_layers=1, head_dim=4)
     whole = small_run(home, name="whole", model=model)
     run = replace(whole, name="tiny", layout=replace(whole.layout, recompute="auto"))
     shutil.copytree(OLD, home / "tiny")
-    monkeypatch.setattr(chosen_recompute, "with_recomputation", None)  # nobody chooses a second time
+    no_recomputation_is_chosen()
     assert train_here(whole).steps_done == train_here(run).steps_done == STEPS
     assert [step for step, *_ in curve(run)] == list(range(3, STEPS + 1))
     assert largest_error(state(run), state(whole)) < 1e-4  # another CPU has other bits
@@ -61,8 +60,8 @@ def test_a_checkpoint_that_lacks_every_key_with_its_default_goes_on_to_the_same_
     assert curve(run) == curve(whole) and same(state(run), state(whole))
 
 
-def test_a_kernel_that_was_chosen_before_the_model_had_further_keys_is_taken_again(home: Path, monkeypatch) -> None:
-    inject(monkeypatch, sdpa=2e-3, varlen=1e-3)
+def test_a_kernel_that_was_chosen_before_the_model_had_further_keys_is_taken_again(home: Path, kernel_seconds) -> None:
+    kernel_seconds({"sdpa": 2e-3, "varlen": 1e-3}.__getitem__)
     run = small_run(home, name="parts", layout=FASTEST)
     train_here(run, before_step=stop_at(3))
     file = home / "parts" / "chosen_kernels.json"
@@ -70,7 +69,7 @@ def test_a_kernel_that_was_chosen_before_the_model_had_further_keys_is_taken_aga
     for key in ("norm_placement", "scale_embedding", "zero_centered_norm"):
         del content["asked"]["model"][key]
     file.write_text(json.dumps(content))
-    inject(monkeypatch, sdpa=1e-3, varlen=2e-3)  # another day, another winner
+    kernel_seconds({"sdpa": 1e-3, "varlen": 2e-3}.__getitem__)  # another day, another winner
     train_here(run)
     assert json.loads(file.read_text())["verdicts"]["attention"]["chosen"] == "varlen"
 

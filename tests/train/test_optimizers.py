@@ -21,7 +21,6 @@ from ultrascale.description.layout import Layout
 from ultrascale.description.problems import SpecError
 from ultrascale.description.run import Batch, Optimizer, Run
 from ultrascale.parallel.apply import build_share
-from ultrascale.parallel.data.gathered_matrices import GatheredMatrices
 from ultrascale.parallel.mesh import Ranks
 from ultrascale.parallel.share import local
 from ultrascale.train.optimizers.compact_adamw import CompactAdamW
@@ -64,22 +63,6 @@ def test_n_ranks_update_as_one_process_on_every_axis(name):
     """In float64. Moments kept narrow are rounded by position: the same bits, so no tolerance of their own is needed."""
     for verdict in prove_all(cases(name, {case: LAYOUTS[case] for case in PROVEN[name]}), steps=2):
         assert verdict.holds, verdict
-
-
-def test_matrices_that_are_orthogonalised_part_by_part_are_seen(monkeypatch):
-    monkeypatch.setattr(GatheredMatrices, "apply", lambda self, parts, work: [work(p) if p.numel() else p for p in parts])
-    some = {name: LAYOUTS[name] for name in ("zero 1 of 2", "tp")}
-    assert not any(verdict.holds for verdict in prove_all(cases("muon", some), steps=1))
-
-
-def test_rounding_by_the_place_in_a_part_instead_of_in_the_whole_is_seen(monkeypatch):
-    from ultrascale.kernels.optimizers import narrow_moments
-
-    positions = narrow_moments.positions
-    local_only = lambda shape, offsets, whole, device: positions(shape, tuple(0 for _ in shape), whole, device)  # noqa: E731
-    monkeypatch.setattr(narrow_moments, "positions", local_only)
-    some = {name: LAYOUTS[name] for name in ("zero 1 of 2", "tp")}
-    assert not any(verdict.holds for verdict in prove_all(cases("adamw-bf16", some), steps=1))
 
 
 def share_of(model, layout=None, seed=0):

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from planted import fails
+from planted import fails, moments_are_forgotten
 from train.small_runs import (
     STEPS,
     BeforeStep,
@@ -114,11 +114,7 @@ def test_all_ranks_killed_at_once_and_started_again_by_hand_go_on_to_the_same_bi
 
 @pytest.mark.catalogue(3)
 def test_control_moments_that_a_restart_forgets_are_seen(home, monkeypatch):
-    def forget(trainer, tensors):
-        for moments in trainer.optimizer.state.values():
-            moments["exp_avg"].zero_()
-
-    monkeypatch.setattr("ultrascale.train.folder.resume._take_back", forget)
+    moments_are_forgotten(monkeypatch)
     fails(test_all_ranks_killed_at_once_and_started_again_by_hand_go_on_to_the_same_bits, home)
 
 

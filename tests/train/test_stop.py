@@ -13,10 +13,11 @@ from typing import cast
 
 import pytest
 import torch
-from planted import fails
+from planted import a_neighbour_is_blamed, fails
 from train.small_runs import (
     STEPS,
     at_step,
+    before_each_step,
     curve,
     make_corpus,
     same,
@@ -28,7 +29,6 @@ from train.small_runs import (
 )
 
 from ultrascale.checkpoint import CheckpointError
-from ultrascale.contact import names
 from ultrascale.data.loader import Loader
 from ultrascale.description.layout import Layout
 from ultrascale.description.problems import SpecError
@@ -109,12 +109,11 @@ def test_control_a_second_signal_that_is_taken_for_impatience_is_seen(home, monk
     fails(test_a_second_signal_within_seconds_is_the_same_wish, home, told="was ended by SIGHUP")
 
 
-def test_a_signal_is_a_good_end(home, monkeypatch):
+def test_a_signal_is_a_good_end(home):
     assert train_or_explain(small_run(home), allow_changes=False) == 0
     run = small_run(home, name="stopped")
-    train_step = Trainer.train_step
-    monkeypatch.setattr(Trainer, "train_step", lambda trainer: [stop_at(4)(trainer), train_step(trainer)][1])
-    assert train_or_explain(run, allow_changes=False) == 0
+    with before_each_step(stop_at(4)):
+        assert train_or_explain(run, allow_changes=False) == 0
     assert json.loads((home / "stopped" / "events.jsonl").read_text().splitlines()[-1])["event"] == "stop"
 
 
@@ -350,7 +349,7 @@ def test_rank_0_alone_failing_ends_the_others(home):
 
 @pytest.mark.catalogue(6)
 def test_control_a_rank_that_blames_itself_for_the_loss_of_another_is_seen(home, monkeypatch):
-    monkeypatch.setattr("ultrascale.parallel.lost.names", lambda ranks: names([rank + 1 for rank in ranks]))
+    a_neighbour_is_blamed(monkeypatch)
     fails(test_rank_0_alone_failing_ends_the_others, home, told="rank 1 waited for rank 0")
 
 

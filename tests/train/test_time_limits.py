@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -101,10 +102,17 @@ def test_an_evaluation_gives_signs_of_life_all_along(run, monkeypatch, tmp_path)
     assert said.count("evaluating") == 4 and said.count("reading held-out text") == 4
 
 
-def test_what_is_patient_stays_so_over_waits_for_others(tmp_path, monkeypatch):
-    heart = heartbeat.HeartbeatWriter(tmp_path, 0, hang_seconds=5.0)
-    heart.started_at, heart.steps_done = 0, 1
-    monkeypatch.setattr(heartbeat, "_heart", heart)
+@pytest.fixture
+def signs_of_life(tmp_path) -> Iterator[heartbeat.HeartbeatWriter]:
+    """Of this process, under `tmp_path`."""
+    heartbeat.start(tmp_path, 0, hang_seconds=5.0)
+    assert heartbeat._heart is not None
+    yield heartbeat._heart
+    heartbeat.stop()
+
+
+def test_what_is_patient_stays_so_over_waits_for_others(signs_of_life, tmp_path):
+    signs_of_life.started_at, signs_of_life.steps_done = 0, 1
 
     def allowance() -> float:
         return heartbeat.read(Path(tmp_path))[0].allowance

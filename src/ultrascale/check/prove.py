@@ -72,19 +72,20 @@ def prove_all(
     on_verdict: Callable[[Verdict], None] | None = None,
     against: Literal["transformers"] | None = None,
     tolerance: float | None = None,
+    step_seconds: float | None = None,
 ) -> list[Verdict]:
     """Prove cases. Cases with the same number of processes run together, so that these start once. Verdicts are in the order of
     `todo`.
 
     `on_verdict` is called with each verdict, in the process of rank 0. Raises RankFailed if a rank does, unless `go_on`, which
     continues with the next case and records the failure in the verdict. `against`: compare with
-    `check.oracle.transformers_loop` instead of the reference.
+    `check.oracle.transformers_loop` instead of the reference. `step_seconds`: limit of a wait for another rank in a step.
     """
     verdicts: dict[int, Verdict] = {}
     tolerance = TOLERANCE if tolerance is None else tolerance
     for world in sorted({case.run.layout.world_size for case in todo}):
         places = [place for place, case in enumerate(todo) if case.run.layout.world_size == world]
-        pool = Pool(world, _Proving(steps, tolerance, against), on_verdict, go_on=go_on, tolerance=tolerance)
+        pool = Pool(world, _Proving(steps, tolerance, against, step_seconds), on_verdict, go_on=go_on, tolerance=tolerance)
         verdicts |= dict(zip(places, pool.prove([todo[place] for place in places]), strict=True))
     return [verdicts[place] for place in range(len(todo))]
 
@@ -96,6 +97,7 @@ class _Proving:
     steps: int
     tolerance: float
     against: Literal["transformers"] | None
+    step_seconds: float | None = None
 
     def __post_init__(self) -> None:
         self.expected: dict[str, list[StepFacts]] = {}
@@ -111,7 +113,7 @@ class _Proving:
         expected_norms = torch.tensor([facts.norm for facts in expected] or [0.0] * self.steps, dtype=torch.float64)
         norms = ranks.sum(expected_norms).tolist()  # waits for the reference
         observed, watch = [], Watch()
-        with planted(case.fault, trainer), watch.on(), _limited(trainer, ranks):
+        with planted(case.fault, trainer), watch.on(), _limited(trainer, ranks, self.step_seconds):
             for step, norm in enumerate(norms):
                 facts = trainer_step(_clipped(trainer, step, norm))
                 messages = "\n".join(ranks.gather_text("\n".join(watch.settle()))).split("\n")
@@ -138,10 +140,10 @@ class _Proving:
 
 
 @contextmanager
-def _limited(trainer: Trainer, ranks: Ranks) -> Iterator[None]:
+def _limited(trainer: Trainer, ranks: Ranks, seconds: float | None) -> Iterator[None]:
     """Context in which waits for other ranks have a shorter limit than during the start."""
     if ranks.timeout is not None:
-        trainer.share.mesh.limit_waits(ranks, STEP_SECONDS + SECONDS_A_RANK * ranks.world)
+        trainer.share.mesh.limit_waits(ranks, seconds or STEP_SECONDS + SECONDS_A_RANK * ranks.world)
     yield
     if ranks.timeout is not None:
         trainer.share.mesh.limit_waits(ranks, ranks.timeout.total_seconds())

@@ -26,7 +26,6 @@ WINDOW, CONTEXT = 1 << 18, 1 << 12
 SMALLEST_VOCABULARY, LARGEST_VOCABULARY = 257, 1_000_000
 LONG_TEXT = 4 * WINDOW
 """Characters from which a document is tokenized in windows."""
-_AGREE = CONTEXT // 2
 Token = tuple[int, int, int]  # id, and the characters it begins and ends at
 
 
@@ -100,27 +99,30 @@ def encode_all(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
 
 
 class LongEncoder:
-    """Tokenizes one document that is too long to be tokenized at once."""
+    """Tokenizes one document that is too long to be tokenized at once, in windows of `window` characters, each with `context`
+    before and after it."""
 
-    def __init__(self, tokenizer: Tokenizer):
+    def __init__(self, tokenizer: Tokenizer, *, window: int = WINDOW, context: int = CONTEXT):
         self._tokenizer = tokenizer
+        self._window, self._context = window, context
         self.inexact_cuts = 0
         """Borders at which neighbouring windows disagreed: ids may differ there from those of the whole document."""
 
     def encode(self, pieces: Iterable[str]) -> Iterator[list[int]]:
         """The ids of the document, given as `pieces`, window by window."""
+        size, context = self._window, self._context
         source, buffer, ended = iter(pieces), "", False
         done = 0  # in the buffer: where the last token kept ends
         kept_from = 0  # in the buffer: tokens that begin before this are done; the text before it is context
         expected: list[Token] | None = None
         while True:
-            while not ended and len(buffer) < kept_from + WINDOW + CONTEXT:
+            while not ended and len(buffer) < kept_from + size + context:
                 piece = next(source, None)
                 buffer, ended = (buffer, True) if piece is None else (buffer + piece, False)
-            final = ended and len(buffer) <= kept_from + WINDOW + CONTEXT
-            edge = len(buffer) if final else kept_from + WINDOW
-            window = self._tokenizer.encode(buffer[: edge + CONTEXT], add_special_tokens=False)
-            if expected is not None and (not expected or _around(window, kept_from) != expected):
+            final = ended and len(buffer) <= kept_from + size + context
+            edge = len(buffer) if final else kept_from + size
+            window = self._tokenizer.encode(buffer[: edge + context], add_special_tokens=False)
+            if expected is not None and (not expected or _around(window, kept_from, context // 2) != expected):
                 self.inexact_cuts += 1
                 buffer, kept_from, expected = buffer[done:], 0, None
                 continue
@@ -128,10 +130,11 @@ class LongEncoder:
             yield window.ids[first:last]
             if final:
                 return
-            start_of_window = edge - CONTEXT
+            start_of_window = edge - context
             done = (_span(window, last - 1)[1] if last > first else edge) - start_of_window
-            expected = [(token, start - start_of_window, end - start_of_window) for token, start, end in _around(window, edge)]
-            buffer, kept_from = buffer[start_of_window:], CONTEXT
+            border = _around(window, edge, context // 2)
+            expected = [(token, start - start_of_window, end - start_of_window) for token, start, end in border]
+            buffer, kept_from = buffer[start_of_window:], context
 
 
 def _index(window: Encoding, character: int) -> int:
@@ -139,9 +142,9 @@ def _index(window: Encoding, character: int) -> int:
     return bisect_left(range(len(window)), character, key=lambda index: _span(window, index)[0])
 
 
-def _around(window: Encoding, edge: int) -> list[Token]:
-    """The tokens that begin near a border."""
-    ids, indices = window.ids, range(_index(window, edge - _AGREE), _index(window, edge + _AGREE))
+def _around(window: Encoding, edge: int, reach: int) -> list[Token]:
+    """The tokens that begin within `reach` characters of a border."""
+    ids, indices = window.ids, range(_index(window, edge - reach), _index(window, edge + reach))
     return [(ids[index], *_span(window, index)) for index in indices]
 
 

@@ -18,7 +18,7 @@ import socket
 import sys
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -185,12 +185,12 @@ def serve(host: str, port: int) -> TCPStore:
     return TCPStore(host, at, None, True, wait_for_workers=False, master_listen_fd=listening.detach())
 
 
-def main() -> None:
-    """Run the server until this process is ended."""
+def main(words: Sequence[str] | None = None) -> None:
+    """Run the server until this process is ended, at the address in `words`, else of the command line."""
     parser = argparse.ArgumentParser()
     parser.add_argument("host")
     parser.add_argument("port", type=int)
-    args = parser.parse_args()
+    args = parser.parse_args(words)
     try:
         server = serve(args.host, args.port)
     except (OSError, OverflowError) as error:  # OverflowError: a port above 65535

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterable
+from pathlib import Path
 
 from ultrascale.heartbeat import DONE, Heartbeat, read
 from ultrascale.launch.scratch import SIGNS_PREFIX, scratch_places
@@ -17,11 +19,11 @@ SLACK_SECONDS = 120.0
 """Time for the watchdog, which writes stacks first."""
 
 
-def overdue() -> list[Heartbeat]:
-    """The last beat of each live rank here whose next beat is long overdue."""
-    folders = [folder for place in scratch_places() for folder in place.glob(f"{SIGNS_PREFIX}*") if folder.is_dir()]
+def overdue(places: Iterable[Path], slack_seconds: float) -> list[Heartbeat]:
+    """The last beat of each live rank with signs in one of `places` whose next beat is overdue by more than `slack_seconds`."""
+    folders = [folder for place in places for folder in place.glob(f"{SIGNS_PREFIX}*") if folder.is_dir()]
     beats = [beat for folder in folders for beat in read(folder) if beat.doing != DONE and _lives(beat.pid)]
-    return [beat for beat in beats if beat.overdue > SLACK_SECONDS]
+    return [beat for beat in beats if beat.overdue > slack_seconds]
 
 
 def _lives(pid: int) -> bool:
@@ -34,9 +36,9 @@ def _lives(pid: int) -> bool:
     return True
 
 
-def main() -> int:
-    """Print the overdue ranks."""
-    late = overdue()
+def main(places: Iterable[Path] | None = None, *, slack_seconds: float = SLACK_SECONDS) -> int:
+    """Print the overdue ranks, of `places`, else of this machine."""
+    late = overdue(scratch_places() if places is None else places, slack_seconds)
     for beat in late:
         print(f"rank {beat.rank} has given no sign of life for {beat.overdue:.0f} s more than it may: {beat.doing}")
     return 1 if late else 0

@@ -61,8 +61,8 @@ def run_forked(world: int, function: Callable[..., Any], *arguments: Any) -> lis
     return (_run_here if _forks_here else _run_apart)(world, function, arguments)
 
 
-def forks_compute() -> bool:
-    """True if a fork of this process can run a backward pass, as tested by a first fork."""
+def forks_compute(seconds: float = PROBE_SECONDS) -> bool:
+    """True if a fork of this process can run a backward pass within so many seconds, as tested by a first fork."""
     import torch
 
     if (process := os.fork()) == 0:
@@ -72,7 +72,7 @@ def forks_compute() -> bool:
             code = 0
         finally:
             os._exit(code)
-    until = time.monotonic() + PROBE_SECONDS
+    until = time.monotonic() + seconds
     while (ended := os.waitpid(process, os.WNOHANG))[0] == 0:
         if time.monotonic() > until:  # it waits for a lock of a thread that was not forked
             os.kill(process, signal.SIGKILL)

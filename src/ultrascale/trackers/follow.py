@@ -23,14 +23,21 @@ from ultrascale.run_rows import metric_row
 from ultrascale.trackers.tracker import RunFacts, TrackedRecord, Tracker
 
 OPEN = {"wandb": "WandbRun", "mlflow": "MlflowRun", "trackio": "TrackioRun", "tensorboard": "TensorboardRun"}
-LOOK_SECONDS = 0.5
-"""Polling interval of the file in seconds."""
-FIRST_WAIT, LONGEST_WAIT = 1.0, 300.0
-"""Seconds from a failure to the first retry, doubled up to the longest."""
 LIVE_SECONDS = 60.0
 """Age in seconds up to which a row gets current figures of this machine."""
 MOST_READ = 2**20
 """Bytes read at a time."""
+
+
+@dataclass(frozen=True)
+class Pauses:
+    """Pauses of a feed."""
+
+    look_seconds: float = 0.5
+    """Polling interval of the file."""
+    first_wait_seconds: float = 1.0
+    """Time from a failure to the first retry; doubled up to the longest."""
+    longest_wait_seconds: float = 300.0
 
 
 @dataclass
@@ -82,6 +89,7 @@ class Feed:
     over: threading.Event = field(default_factory=threading.Event)
     """Set when no more rows will come."""
     ending: Callable[[], str] = lambda: "crash"
+    pauses: Pauses = Pauses()
     done: bool = field(default=False, init=False)
     _tracker: Tracker | None = field(default=None, init=False)
     _last: int = field(default=0, init=False)
@@ -93,21 +101,21 @@ class Feed:
 
     def run(self) -> None:
         """Send the tracker every row until the run is over. Reports a failure once, and retries at growing intervals."""
-        wait = FIRST_WAIT
+        wait = self.pauses.first_wait_seconds
         while True:
             try:
                 self._open()
                 while not self._send_new():
-                    wait = FIRST_WAIT
+                    wait = self.pauses.first_wait_seconds
                 self._close()
                 return
             except Exception as error:  # any exception of a library
                 self._say_failed(error)
                 self._rows.again()
-                if self.over.is_set() and wait > FIRST_WAIT:
+                if self.over.is_set() and wait > self.pauses.first_wait_seconds:
                     return
                 self.over.wait(wait)
-                wait = min(2 * wait, LONGEST_WAIT)
+                wait = min(2 * wait, self.pauses.longest_wait_seconds)
 
     def _open(self) -> None:
         if self._tracker is not None:
@@ -135,7 +143,7 @@ class Feed:
                 self._note()
             self._say_well()
         if not rows and not over:
-            self.over.wait(LOOK_SECONDS)
+            self.over.wait(self.pauses.look_seconds)
         return over and not rows
 
     def _note(self) -> None:
@@ -170,18 +178,25 @@ class Feed:
 
 
 def follow(
-    folder: Path, say: Callable[[str], None], over: Callable[[], bool], *, close_seconds: float, sinks: Iterable[str] = ()
+    folder: Path,
+    say: Callable[[str], None],
+    over: Callable[[], bool],
+    *,
+    close_seconds: float,
+    sinks: Iterable[str] = (),
+    pauses: Pauses = Pauses(),
 ) -> bool:
     """Feed the trackers of the run in `folder` until `over`, and then for at most `close_seconds`. Returns True if every
     tracker has every row."""
     facts = RunFacts.read(folder)
     record, lock = TrackedRecord.read(folder, facts.run.name), threading.Lock()
-    feeds = [Feed(sink, facts, record, say, lock, ending=lambda: last_event(folder)) for sink in sinks or facts.run.log.sinks]
+    shared = (facts, record, say, lock)
+    feeds = [Feed(sink, *shared, ending=lambda: last_event(folder), pauses=pauses) for sink in sinks or facts.run.log.sinks]
     threads = [threading.Thread(target=feed.run, daemon=True, name=feed.sink) for feed in feeds]
     for thread in threads:
         thread.start()
     while not over():
-        time.sleep(LOOK_SECONDS / 2)
+        time.sleep(pauses.look_seconds / 2)
     for feed in feeds:
         feed.over.set()
     until = time.monotonic() + close_seconds

@@ -23,8 +23,11 @@ _UNITS = re.compile(
 )
 
 
-def shorten(file: BinaryIO, limit: int) -> tuple[bytes, list[tuple[int, int]]] | None:
-    """The line with its long strings replaced by marks, and their positions (first and last byte, without the quotes).
+def shorten(
+    file: BinaryIO, limit: int, *, long_string: int = LONG_STRING, piece_bytes: int = PIECE_BYTES
+) -> tuple[bytes, list[tuple[int, int]]] | None:
+    """The line with its strings of more than `long_string` bytes replaced by marks, and their positions (first and last byte,
+    without the quotes). Reads `piece_bytes` at a time.
 
     None if more than `limit` bytes remain, or the line ends inside a string.
     """
@@ -33,7 +36,7 @@ def shorten(file: BinaryIO, limit: int) -> tuple[bytes, list[tuple[int, int]]] |
     first = position = 0
     rest = b""
     file.seek(0)
-    while block := file.read(PIECE_BYTES):
+    while block := file.read(piece_bytes):
         block, offset = rest + block, 0
         position -= len(rest)
         rest = b""
@@ -49,13 +52,13 @@ def shorten(file: BinaryIO, limit: int) -> tuple[bytes, list[tuple[int, int]]] |
                     return None
                 continue
             stop = _INSIDE.match(block, offset).end()  # type: ignore[union-attr]
-            if len(string) <= LONG_STRING:
+            if len(string) <= long_string:
                 string += block[offset:stop]
             if stop == len(block) or block[stop : stop + 1] == b"\\":  # the escape at the block's end is not whole
                 rest = block[stop:]
                 offset = len(block)
                 continue
-            if len(string) > LONG_STRING:
+            if len(string) > long_string:
                 shortened += f"{_MARK}{len(ranges)}".encode()
                 ranges.append((first, position + stop))
             else:
@@ -72,8 +75,8 @@ def marked(value: object) -> int | None:
     return int(value[len(mark) :]) if isinstance(value, str) and value.startswith(mark) else None
 
 
-def string_pieces(file: BinaryIO, first: int, last: int) -> Iterator[str]:
-    """The decoded text of the string at bytes first..last-1, in pieces.
+def string_pieces(file: BinaryIO, first: int, last: int, *, piece_bytes: int = PIECE_BYTES) -> Iterator[str]:
+    """The decoded text of the string at bytes first..last-1, in pieces of at most `piece_bytes`.
 
     Raises UnicodeDecodeError or ValueError where it is not valid UTF-8 or JSON; positions count from the piece.
     """
@@ -81,7 +84,7 @@ def string_pieces(file: BinaryIO, first: int, last: int) -> Iterator[str]:
     file.seek(first)
     rest = ""
     while first < last:
-        block = file.read(min(PIECE_BYTES, last - first))
+        block = file.read(min(piece_bytes, last - first))
         first += len(block)
         rest += decoder.decode(block, final=first >= last)
         whole = len(rest) if first >= last else _UNITS.match(rest).end()  # type: ignore[union-attr]

@@ -23,9 +23,9 @@ LARGEST_BYTES = 40_000_000
 long."""
 
 
-def library_folder() -> Path:
-    """Folder of this Python's standard library. Raises DemoError if its sources are missing."""
-    folder = Path(sysconfig.get_path("stdlib"))
+def library_folder(folder: Path | None = None) -> Path:
+    """Folder of this Python's standard library, or `folder`. Raises DemoError if its sources are missing."""
+    folder = folder or Path(sysconfig.get_path("stdlib"))
     try:
         files = find_files([folder], glob=GLOB, exclude=EXCLUDED)
     except DataError as error:

@@ -38,10 +38,10 @@ class AttentionShape:
     value_dim: int
     dtype: torch.dtype
 
-    def inputs(self, device: torch.device) -> list[Tensor]:
-        """Queries [B, S, H, E], keys [B, S, K, E] and values [B, S, K, E'], for as many sequences as fit in MOST_BYTES."""
+    def inputs(self, device: torch.device, *, most_bytes: int = MOST_BYTES) -> list[Tensor]:
+        """Queries [B, S, H, E], keys [B, S, K, E] and values [B, S, K, E'], for as many sequences as fit in `most_bytes`."""
         heads = (self.heads * self.head_dim, self.key_heads * self.head_dim, self.key_heads * self.value_dim)
-        batch = max(1, min(self.batch, MOST_BYTES // (self.length * sum(heads) * self.dtype.itemsize)))
+        batch = max(1, min(self.batch, most_bytes // (self.length * sum(heads) * self.dtype.itemsize)))
         generator = torch.Generator(device).manual_seed(0)
         widths = ((self.heads, self.head_dim), (self.key_heads, self.head_dim), (self.key_heads, self.value_dim))
         return [

@@ -21,6 +21,7 @@ from ultrascale.description.units import count_of
 
 TORCH_RANGE = ((2, 11), (2, 14))
 """Releases of torch this version is tested with: from the first, below the second. Also stated in pyproject.toml."""
+TORCH_REMEDY = "pip install 'ultrascale[train]'"
 PACKAGES = {
     "train": ("numpy", "safetensors", "tokenizers"),
     "data": ("pyarrow", "zstandard"),
@@ -89,19 +90,23 @@ def software() -> Iterator[Finding]:
 
 def torch_installed() -> Finding:
     """Finding whether torch is installed, can be imported, and is a release that this version is tested with."""
-    remedy = "pip install 'ultrascale[train]'"
     if (version := installed_version("torch")) is None:
-        return Finding("software", "torch", "not installed; planning works without", "stop", remedy)
+        return Finding("software", "torch", "not installed; planning works without", "stop", TORCH_REMEDY)
     try:
         import torch
     except Exception as error:  # a broken binary raises anything: OSError, ImportError, RuntimeError
-        return Finding("software", "torch", f"{version} does not import: {error}", "stop", remedy)
-    release = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+        return Finding("software", "torch", f"{version} does not import: {error}", "stop", TORCH_REMEDY)
+    return torch_release(torch.__version__)
+
+
+def torch_release(version: str) -> Finding:
+    """Finding whether this release of torch is one that this version is tested with."""
+    release = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
     oldest, first_too_new = TORCH_RANGE
     if not oldest <= release < first_too_new:
         wanted = f"{'.'.join(map(str, oldest))} up to, not including, {'.'.join(map(str, first_too_new))}"
-        return Finding("software", "torch", f"{torch.__version__}; tested with {wanted}", "stop", remedy)
-    return Finding("software", "torch", torch.__version__)
+        return Finding("software", "torch", f"{version}; tested with {wanted}", "stop", TORCH_REMEDY)
+    return Finding("software", "torch", version)
 
 
 def processor() -> Iterator[Finding]:

@@ -154,14 +154,13 @@ def _call(kind: str, num_bytes: int, group: dist.ProcessGroup, size: int, ranks:
     """A function that runs one collective of this kind, after checking its result once. Rounds the size up to whole elements
     per rank."""
     part = max(1, -(-num_bytes // (ITEM_BYTES * size)))
-    place = dist.get_rank(group)
     counts = (part * size, part, part * size if kind in ("all_to_all", "send") else 0)
     try:
         whole, piece, other = (torch.zeros(count, device=ranks.device) for count in counts)
     except torch.OutOfMemoryError:
         problem = f"rank {ranks.rank} has no memory for {kind} of {format_bytes(num_bytes)}"
         raise MessageTooLargeError(f"{problem}. Give a smaller --largest.") from None
-    total = size * (size + 1) / 2
+    place, total = dist.get_rank(group), size * (size + 1) / 2
     contribution = place + 1.0
     after_rank, before_rank = (dist.get_global_rank(group, (place + step) % size) for step in (1, -1))
 
