@@ -46,7 +46,7 @@ LATENT = replace(  # attention of DeepSeek without its experts
     routed_scaling_factor=1.0,
 )  # fmt: skip
 DEMO = replace(
-    LLAMA, vocab_size=8192, hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_key_value_heads=4, head_dim=64,
+    LLAMA, vocab_size=4096, hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_key_value_heads=4, head_dim=32,
     max_position_embeddings=256, name="demo",
 )  # fmt: skip
 

@@ -57,7 +57,7 @@ def test_where_gradients_weigh_more_than_activations_the_planned_peak_is_the_mea
 ) -> None:
     """The peak is then in a backward pass, where gradients are cast block by block and summed, or cut."""
     model = replace(
-        DEMO, vocab_size=1000, hidden_size=512, intermediate_size=2048, num_attention_heads=8, num_key_value_heads=8
+        DEMO, vocab_size=1000, hidden_size=256, intermediate_size=1024, num_attention_heads=8, num_key_value_heads=8
     )
     layout = Layout(
         dp=dp, zero_stage=zero_stage, micro_batch_size=2, precision="bf16", recompute=recompute, layers_per_bucket=2

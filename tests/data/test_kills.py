@@ -12,6 +12,7 @@ import os
 import re
 import signal
 from collections.abc import Callable
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -78,7 +79,6 @@ def _child(point: str, bug: str | None, source: Path, output: Path, tokenizer: P
 
 def killed(work: Callable[..., None], *arguments: object, method: str = "forkserver") -> None:
     """Run `work` in a process of its own, which must die of its kill point."""
-    multiprocessing.set_forkserver_preload([__name__])  # torch is imported once, and not for each kill
     process = multiprocessing.get_context(method).Process(target=work, args=arguments)  # pyright: ignore
     process.start()
     process.join(120)
@@ -100,6 +100,13 @@ def wrong_after(folder: Path, calm: dict[str, bytes]) -> list[str]:
             promised = [f"{shard.name}.{kind}" for shard in load_manifest(each).shards for kind in ("bin", "idx")]
             wrong += [name for name in promised if not (each / name).exists()]
     return wrong
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warm() -> None:
+    """Torch is imported once, and not for each kill: by a fork server of its own, which finds modules of the package alone."""
+    forkserver._forkserver._stop()  # pyright: ignore
+    multiprocessing.set_forkserver_preload(["pytest", "torch.distributed.fsdp", "ultrascale.train.loop", preparing.__name__])
 
 
 @pytest.fixture

@@ -428,10 +428,10 @@ def loss_curve(losses: Sequence[float], *, width: int, marks: Sequence[tuple[int
 
 
 PROCESSES = 2
-TRAINING_SECONDS = 90
+TRAINING_SECONDS = 50
 """Seconds of training at the rehearsed rate. Work that the rate excludes (half as much again) and the restart after the kill
 are additional, and a busy machine takes up to three times as long: the total is to stay below five minutes."""
-STEPS = (240, 640)
+STEPS = (160, 640)
 """Fewest and most steps: with fewer the loss drops too little, with more the demo takes too long."""
 SAVES = 5
 _TOML = """\

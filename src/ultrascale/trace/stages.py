@@ -42,7 +42,9 @@ def trace_stages(run: Run, *, device: Kind) -> list[StagePeak]:
     trace_one = partial(peak_of, run, device=device)
     if workers == 1:
         return list(map(trace_one, todo))
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("forkserver"), _begin) as pool:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])  # torch is imported once, and not by each process
+    with ProcessPoolExecutor(workers, context, _begin) as pool:
         return list(pool.map(trace_one, todo))
 
 
