@@ -247,7 +247,7 @@ def test_a_plan_says_whether_documents_are_masked_and_counts_it(capsys, setting:
     assert plan["document_mask"] == (setting == "true")
     extra = plan["time"]["hardware_flops_per_token"] / plan["time"]["model_flops_per_token"]
     assert extra < 1.1  # told to the kernel, documents cost nothing
-    masked = answer(capsys, "--runnable", "--data.document-mask", setting, "--layout.attention", "sdpa")
+    masked = answer(capsys, "--runnable", "--data.document-mask", setting, "--layout.attention", "sdpa", "--cp", "1")
     extra = masked["time"]["hardware_flops_per_token"] / masked["time"]["model_flops_per_token"]
     assert (extra > 1.1) == plan["document_mask"]
 
