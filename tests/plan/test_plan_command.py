@@ -285,6 +285,21 @@ def test_a_step_of_a_million_micro_batches_is_planned_at_once_and_not_trained(
     assert (planned["num_micro_batches"], planned["trainable"]) == (micro_batches, trainable)
 
 
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [(["--dp", "4", "--layout.tp", "2"], 0), (["--layout.pp", "2", "--layout.dp", "2"], 0), (["--layout.tp", "2"], 0),
+     (["--layout.pp", "3"], 2)],
+)  # fmt: skip
+def test_on_processors_dp_is_what_the_other_axes_leave(capsys, words: list[str], code: int) -> None:
+    assert main(["plan", "--model", "tiny-llama", "--gpus", "8xcpu", "--seq-len", "128", "--json", *words]) == code
+    told = capsys.readouterr()
+    if code:
+        assert "pp = 3 do not divide 8xcpu" in told.err
+    else:
+        layout = json.loads(told.out)["layout"]
+        assert layout["dp"] == int(words[words.index("--dp") + 1]) if "--dp" in words else layout["dp"] in (2, 4)
+
+
 def test_a_shard_size_leaves_the_stages_that_cut_something_to_compare(capsys) -> None:
     main(["plan", "--model", "tiny-llama", "--gpus", "8xcpu", "--seq-len", "128", "--dp-shard", "4", "--json"])
     assert {row["zero_stage"] for row in json.loads(capsys.readouterr().out)["compared"]} == {1, 2, 3}

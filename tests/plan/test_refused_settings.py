@@ -99,7 +99,7 @@ def test_experts_are_asked_for_by_their_own_flag(capsys) -> None:
 def test_a_schedule_that_a_batch_does_not_fill_is_refused_with_the_batch_that_does(capsys):
     command = ["plan", "--model", "llama-3-8b", "--gpus", "64xh100", "--pp", "8", "--dp", "8", "--schedule", "zb-v", "--brief"]
     assert main([*command, "--tokens-per-batch", "1M"]) == 2
-    assert "128 sequences or more (--tokens-per-batch 1048576)" in capsys.readouterr().err
+    assert "16 micro-batches or more for each rank of dp" in capsys.readouterr().err
     assert main([*command, "--tokens-per-batch", "1048576"]) == 0 and "zb-v x2" in capsys.readouterr().out
 
 

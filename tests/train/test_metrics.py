@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from train.small_runs import STEPS, rows, small_run, stop_at, train_here, train_ranks
 
-from ultrascale.description.run import Checkpoint, Log
+from ultrascale.description.layout import Layout
+from ultrascale.description.run import Checkpoint, Data, Evaluation, Log, Source
 from ultrascale.description.sections.islands import Islands
 from ultrascale.measure.machine.ceilings import Peak
 from ultrascale.run_rows import metric_line
@@ -49,6 +50,18 @@ def test_what_saves_and_islands_copy_to_the_host_is_not_memory_of_the_device(hom
     assert all("error" not in outcome for outcome in train_ranks(run))
     report = json.loads((home / "small" / "memory.json").read_text())
     assert abs(report["difference_percent"]) < 0.5
+
+
+def test_an_evaluation_of_a_pipeline_is_no_phase_of_a_step(home):
+    """What is saved after it is copied between steps all the same."""
+    source = Source(str(home / "tokens"))
+    run = small_run(
+        home, steps=4, log=Log(memory_steps=4), checkpoint=Checkpoint(every_steps=1, asynchronous=True, export=False),
+        layout=Layout(micro_batch_size=2, pp=2), evaluation=Evaluation(every_steps=1, sequences=8),
+        data=Data(sources=(source,), validation=(source,)),
+    )  # fmt: skip
+    assert all("error" not in outcome for outcome in train_ranks(run))
+    assert abs(json.loads((home / "small" / "memory.json").read_text())["difference_percent"]) < 0.5
 
 
 def test_speeds_agree_with_each_other(home):

@@ -160,7 +160,8 @@ class Trainer:
     def _notify_phase(self, action: Action) -> None:
         phase = "forward" if action.kind is Kind.FORWARD else "backward"
         heartbeat.beat(phase)
-        self.on_phase(phase, self.steps_done)
+        if torch.is_grad_enabled():  # an evaluation is no phase of a step
+            self.on_phase(phase, self.steps_done)
 
     def counted(self, losses: list[torch.Tensor]) -> torch.Tensor:
         """Contribution of this rank to the sum of losses over all ranks, 0-d fp64 on the CPU.

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from math import prod
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ from ultrascale.api.planning.run_of import (
 from ultrascale.catalogue.cluster import Cluster, parse_cluster
 from ultrascale.catalogue.stacks.stack import Stack, with_optimizer
 from ultrascale.catalogue.stacks.stack_files import changed_stack
+from ultrascale.config.layers import read_flags
 from ultrascale.config.resolve import resolve, to_toml
 from ultrascale.description.problems import SpecError, mistake
 from ultrascale.plan.report import RunPlan, alternatives, first_that_fits, has_rates, plan_run
@@ -171,16 +173,24 @@ def _compared(request: PlanRequest) -> Plan:
     if options.dp_shard is not None and options.zero_stage is None:
         options = replace(options, zero_stage="1")  # the others are compared below; stage 0 shards nothing
     words = [*overrides(options), *request.settings]
-    dp = parse_cluster(gpus).num_accelerators
-    if has_flag(request.words, "tp", "cp", "pp"):
-        alone = resolve(None, words, defaults=run_defaults(options, dp=options.dp_shard or 1)).run.layout
-        dp = max(1, dp // (alone.tp * alone.cp * alone.pp))
-    run = resolve(None, words, defaults=run_defaults(options, dp=dp)).run
+    run = resolve(None, words, defaults=run_defaults(options, dp=_remaining_dp(request, gpus))).run
     any_stage, any_way = not has_flag(request.words, "zero-stage"), not has_flag(request.words, "recompute")
     plans = alternatives(run, cluster_of(run), any_stage=any_stage, any_way=any_way)
     chosen = first_that_fits(plans) or min(plans, key=lambda candidate: candidate.peak_bytes)
     write_files(chosen, options)
     return Plan(chosen, request, compared=tuple(plans))
+
+
+def _remaining_dp(request: PlanRequest, gpus: str) -> int:
+    """Degree of data parallelism that the settings of tp, cp and pp leave of the devices. Raises SpecError if they divide
+    them into no whole number, unless dp is given."""
+    given, count = read_flags(request.settings, []).entries, parse_cluster(gpus).num_accelerators
+    sizes = {name: str(given[f"layout.{name}"].value) for name in ("tp", "cp", "pp") if f"layout.{name}" in given}
+    together = prod(int(size) for size in sizes.values() if size.isdigit() and int(size))
+    if together < count and count % together and "layout.dp" not in given and request.options.dp is None:
+        rule = f"of {' x '.join(sizes)} = {together} do not divide {gpus}"
+        raise mistake("layout", f"ranks {rule}", "Change one of them, or the number of devices.")
+    return max(1, count // together)
 
 
 def _refuse_what_the_trainer_lacks(chosen: RunPlan) -> None:

@@ -137,7 +137,9 @@ def _files(options: PlanOptions) -> list[Problem]:
             problems.append(Problem(f"--{name}", f"{path} is there already", "Name another file, or remove it."))
         elif not path.parent.is_dir():
             problems.append(Problem(f"--{name}", f"the folder {path.parent} is not there", f"mkdir -p {path.parent}"))
-    if options.png is not None and Path(options.png).exists() and not Path(options.png).is_dir():
+    if options.png == "":
+        problems.append(Problem("--png", "is empty: a path of no letters", "Name a folder; . is the current one."))
+    elif options.png is not None and Path(options.png).exists() and not Path(options.png).is_dir():
         problems.append(Problem("--png", f"{options.png} is a file", "Name a folder, new or old."))
     return problems
 

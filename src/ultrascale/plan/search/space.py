@@ -382,9 +382,9 @@ def _suits(rules: _Rules, schedule: str, pp: int, dp: int, size: int) -> bool:
     """True if the trainer can run the resulting number of micro-batches in this schedule; else records the reason."""
     count, known = rules.workload.sequences_per_batch // (dp * size), SCHEDULES.get(schedule)
     if known and count < known.fills_from * pp:
-        least = known.fills_from * pp * dp * size
-        tokens = f"--tokens-per-batch {least * rules.workload.sequence_length}"
-        remedy = f"Take a batch of {least:,} sequences or more ({tokens}), fewer stages, or leave it out."
+        remedy = (
+            f"Take a batch of {known.fills_from * pp} micro-batches or more for each rank of dp, fewer stages, or leave it out."
+        )
         rules.refuse(schedule, f"fewer than {known.fills_from} x pp micro-batches do not fill it", remedy)
         return False
     fills = rules.workload.stack.stage_cut != "by-share" or not known or known.forward_first

@@ -333,7 +333,10 @@ def _parts(plan: RunPlan, memory: MemoryPlan, parts: Mapping[str, int]) -> Table
             continue
         name, color, note = (PARTS | BESIDE)[category]
         inside = _parts_of_category(memory, category)
-        words_beside = "" if category == "other" and inside else words.get(category, note)
+        if category == "other":
+            labels = {label: n for (of, label), n in memory.peak.by_label.items() if of == category}
+            note = "" if inside else max(labels, key=labels.__getitem__, default=note)
+        words_beside = words.get(category, note)
         table.add_row(name, format_bytes(num_bytes), _part_bar(num_bytes, largest, color), words_beside)
         for label, part in inside:
             table.add_row(f"  {KINDS.get(label, label)}", format_bytes(part), style="dim")

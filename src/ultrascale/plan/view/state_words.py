@@ -28,7 +28,7 @@ def state_words(model: Model, layout: Layout, stack: Stack) -> dict[str, str]:
     masters = f"{_dtype(stack.master_bytes, layout)} master weights"
     beside = "" if stack.gathers == "buckets" or is_wide else f"{masters}, "
     if stays_whole(stack, layout):
-        parameters, gradients = _joined(compute, _copies(layout)), _whole_gradients(model, layout, stack)
+        parameters, gradients = _joined(compute, _copies(model, layout)), _whole_gradients(model, layout, stack)
     else:
         parameters, gradients = _joined(compute if is_wide or beside else masters, shared), ""
     gathered = f"{compute} and fp8" if layout.precision in NARROW and layout.fp8_all_gather else compute
@@ -46,15 +46,18 @@ def _shards(model: Model, layout: Layout) -> str:
     """Ranks of dp and cp that share what ZeRO shards from stage 1 on; empty for a single rank."""
     size, experts = layout.group("shard")[0], layout.expert_shard_size
     if size == 1:
-        return _copies(layout)
+        return _copies(model, layout)
     words = f"sharded over {size} ranks"
     if not model.num_experts or experts == size:
         return words
     return f"{words}, experts {f'over {experts}' if experts > 1 else 'not'}"
 
 
-def _copies(layout: Layout) -> str:
-    return "replicated" if layout.dp * layout.cp > 1 else ""
+def _copies(model: Model, layout: Layout) -> str:
+    replicas, of_experts = layout.dp * layout.cp, layout.expert_dp if model.num_experts else layout.dp * layout.cp
+    if replicas == 1 or of_experts == replicas:
+        return "replicated" if replicas > 1 else ""
+    return f"replicated, experts {f'on {of_experts} ranks each' if of_experts > 1 else 'not'}"
 
 
 def _whole_gradients(model: Model, layout: Layout, stack: Stack) -> str:
@@ -65,11 +68,11 @@ def _whole_gradients(model: Model, layout: Layout, stack: Stack) -> str:
         second = stack.autograd_gradient_bytes
         dtypes = _dtype(stack.gradient_bytes, layout) + (f", and {_dtype(second, layout)} of autograd" if second else "")
     cut = layout.zero_stage >= stack.shards_gradients_from
-    return _joined(dtypes, _shards(model, layout) if cut else _copies(layout))
+    return _joined(dtypes, _shards(model, layout) if cut else _copies(model, layout))
 
 
 def _moments(layout: Layout, stack: Stack) -> str:
-    if stack.name == "ultrascale" or stack.optimizer == "muon":
+    if stack.name == "ultrascale" or stack.optimizer != "adamw":
         return MOMENTS[stack.optimizer].format(master=layout.master_dtype)
     width = stack.moment_bytes / 2
     return f"two moments, {_dtype(round(width), layout) if width >= 2 else '8 bits'}"
