@@ -73,6 +73,8 @@ def test_two_processes_train_in_an_odd_environment(home, tmp_path, environment):
 def test_a_locale_that_cannot_say_a_path_is_told_with_its_remedy(tmp_path):
     environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     run = small_run(tmp_path / "größe")
+    (tmp_path / "größe").mkdir()
+    make_corpus(tmp_path / "größe" / "tokens")
     (tmp_path / "run.toml").write_text(to_toml(run), encoding="utf-8")
     words = [sys.executable, "-m", "ultrascale", "train", str(tmp_path / "run.toml")]
     done = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=200)

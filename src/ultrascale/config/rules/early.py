@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,6 +47,7 @@ def expect_ready(run: Run) -> None:
     for key in ("sources", "validation"):
         for source in getattr(run.data, key):
             path = Path(source.path)
+            os.fsencode(path)  # where the locale cannot encode it, is_dir() is False: UnicodeEncodeError says more
             if STORE_URL.match(source.path) or (holds_prepared(path) if path.is_dir() else _is_prefix(path)):
                 continue
             rule = f"there is no prepared text at {source.path}"
