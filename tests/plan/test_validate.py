@@ -277,7 +277,9 @@ def test_a_rate_of_a_card_is_times_the_cards_that_such_machines_have():
         ("NVLink + InfiniBand HDR", 300, 200), ("NVSwitch with 8x HDR InfiniBand", 300, 200), ("NVLink HDR", 300, 200),
         ("NVLink NDR", 300, 400), ("A100-80G NVLink", 300, 200), ("A100 80G NVLink", 300, 200),
         ("NVLink with 600 GB/s", 300, 200),
-        ("PCIe 32 GB/s + 25 Gb/s Ethernet", 32, 3.125),
+        ("PCIe 32 GB/s + 25 Gb/s Ethernet", 32, 3.125), ("NVLink, 600 GB/s, HDR", 300, 200),
+        ("NVLink/InfiniBand NDR 400 Gb/s", 300, 400), ("NVLink 3 with 8x ConnectX-7 400 Gb/s", 300, 400),
+        ("NVLink in node, 400 GB/s between nodes", 300, 400), ("NVLink, RoCE-400G", 300, 400),
     ],
 )  # fmt: skip
 def test_a_name_of_a_card_or_a_gpu_beside_nvlink_is_not_its_speed(text: str, inside: float, between: float):

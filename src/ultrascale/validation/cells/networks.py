@@ -7,8 +7,8 @@ links, such as `8x HDR 200 Gb/s per node; NVLink in node`; if blank, they are th
 
 A clause of `interconnect` between commas, semicolons, "+", "&", "and" or "with" gives one rate, inside a node (per GPU) or
 between nodes, of which the first counts; storage, front-end and management networks are left out. A clause that only names a
-network (`HDR InfiniBand, 200 Gb/s`) belongs to the neighbour that states a rate and no other network, and has the speed of
-its own name if there is none:
+network (`HDR InfiniBand, 200 Gb/s`) or links (`NVLink, 900 GB/s`) belongs to the neighbour that states a rate and no other
+network; a name without such a neighbour has its own speed:
 
     per node, server, in total          of all cards together
     8x HDR 200 Gb/s, 200 Gb/s x 4       number of cards, and the rate of each
@@ -53,7 +53,7 @@ _SPEEDS = {"fdr": 56, "edr": 100, "hdr": 200, "ndr": 400, "xdr": 800, "slingshot
 """Gb/s of one port by name (InfiniBand Trade Association's roadmap; HPE Slingshot's datasheet)."""
 SLOWEST = 10
 """Gigabits per second below which a number without a unit of time is no rate: `a3-ultragpu-8g` has eight GPUs."""
-_TYPED = re.compile(r"[A-Za-z-]$|\d00 $")
+_TYPED = re.compile(r"(?:[A-Z]|(?<!RoCE)(?<!CX\d)(?<!InfiniBand)-|\d00 )$", re.IGNORECASE)
 """Text before a number that is no rate without a unit of time: `a2-megagpu-16g`, `A100 80G`."""
 _THOUSANDS = re.compile(r"(?<![-\w.])(?<!slingshot )\d\d?,\d{3}(?=\s*-?[GT])", re.IGNORECASE)
 _INSIDE = re.compile(r"intra-?node|in-?side|in node|within|nvlink|nvswitch|pcie", re.IGNORECASE)
@@ -64,8 +64,12 @@ _CARD_SPEEDS = re.compile(r"\b(?:[EFHNX]DR|InfiniBand|IB|RoCE|ConnectX|CX-?\d|Sl
 _NETWORK = re.compile(r"\b(?:[EFHNX]DR|InfiniBand|RoCE|EFA|Omni-?Path|OPA|Slingshot|Ethernet)|\d\s*GbE\b", re.IGNORECASE)
 _OTHER_USE = re.compile(r"storage|front-?\s?end|management|mgmt", re.IGNORECASE)
 """Networks of a machine that no collective uses."""
-_WITH = re.compile(rf"\bwith\b(?=.*(?:{_NETWORK.pattern}|{_INSIDE.pattern}|{_OTHER_USE.pattern}))", re.IGNORECASE)
-"""The word where it joins two networks, and not a network and its rate (`InfiniBand with 200 Gb/s`)."""
+_JOINT = re.compile(
+    rf"\bwith\b(?=.*(?:{_NETWORK.pattern}|{_CARD_SPEEDS.pattern}|RDMA|{_INSIDE.pattern}|{_OTHER_USE.pattern}))"
+    rf"|(?:(?<=NVLink)|(?<=NVSwitch)|(?<=PCIe))\s*/(?=\s*(?:\d+\s*x\s*)?(?:{_NETWORK.pattern}))",
+    re.IGNORECASE,
+)
+"""A joint of two networks (`NVLink/InfiniBand`), not of a network and its rate (`InfiniBand with 200 Gb/s`)."""
 FASTEST_CARD = 100e9
 """Bytes per second, 800 Gb/s: a higher rate is a machine's."""
 
@@ -113,6 +117,8 @@ def _clauses(text: str) -> list[str]:
                 continue
             clauses += [f"{name} {clause}".strip()] if _is_same(name, clause) else [name, clause]
             name, plain = "", None
+        elif clauses and _is_inside_rate(clauses[-1], clause):
+            clauses[-1] = f"{clauses[-1]} {clause}"
         elif _states_rate(clause):
             plain = None if name else len(clauses)
             clauses.append(f"{name} {clause}".strip())
@@ -127,7 +133,7 @@ def _split(text: str) -> Iterator[str]:
     text = re.sub(r"\bIB\b", "InfiniBand", re.sub(r"\([^)]*\)", "", text))
     text = _THOUSANDS.sub(lambda match: match[0].replace(",", ""), text)
     for clause in re.split(r"[;,+&]|\band\b", text):
-        for part in _WITH.split(clause):
+        for part in _JOINT.split(clause):
             if _OTHER_USE.search(part):
                 continue
             if _INSIDE.search(part) and _NETWORK.search(part) and not _states_rate(part):
@@ -139,6 +145,16 @@ def _is_same(name: str, clause: str) -> bool:
     """True if a name and a clause speak of one network: of one kind, or one of them names cards only (ConnectX)."""
     kinds = {network_kind(Link(text, Sourced(0, "", ""))) for text in (name, clause) if _NETWORK.search(text)}
     return len(kinds) < 2
+
+
+def _is_inside_rate(named: str, clause: str) -> bool:
+    """True if a clause states the rate of the links that the one before it names: `NVLink, 900 GB/s`."""
+    if not _INSIDE.search(named) or _states_rate(named) or re.search("inter|between|across", clause, re.IGNORECASE):
+        return False
+    match = _figure(clause)
+    if match is None or match["front"] or _OF_NODE.search(clause):
+        return False
+    return "B" in (match.groupdict().get("unit") or "") and _bytes_per_second(match) > FASTEST_CARD
 
 
 def _states_rate(clause: str) -> bool:
