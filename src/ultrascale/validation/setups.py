@@ -61,7 +61,7 @@ _OFFLOADED_STATE = re.compile("optim|param|weight|zero.?(?:offload|infinity)", r
 """Words for state that the host keeps and updates: FSDP's CPUOffload moves parameters, gradients and the update together,
 ZeRO-Offload the optimizer, ZeRO-Infinity both."""
 _NEGATED = re.compile(r"\b(?:no|not|without)\b(?:(?!\b(?:with|but)\b)[^,;+()])*", re.IGNORECASE)
-"""What a cell says that a run does not do: `bf16 (not fp8)`, `activations, not the optimizer`."""
+"""Words for what a run does not do: `bf16 (not fp8)`, `activations, not the optimizer`."""
 _NO_OFFLOAD = re.compile(r"\(?\b(?:no|not|without)\b[^,;+()]*offload\w*\)?", re.IGNORECASE)
 _NO_PRODUCT = re.compile("gather|reduc|commun|optim|state|moment|master|grad|cache|checkpoint|sum|accum|attention")
 """Words for tensors whose precision is not that of the products of weights."""
