@@ -80,6 +80,7 @@ def test_a_blank_zero_stage_is_what_programs_of_the_kind_do(framework: str, stag
     [
         ("ZeRO-1", 1, None), ("zero_2", 2, None), ("stage 3", 3, None), ("FULL_SHARD", 3, None), ("SHARD_GRAD_OP", 2, None),
         ("3-offload", 3, None), ("distributed optimizer", 1, None), ("DDP", 0, None), ("hsdp", 3, 8), ("HYBRID_SHARD", 3, 8),
+        ("ZeRO-2, no offload", 2, None),
     ],
 )  # fmt: skip
 def test_words_for_zero_are_known_and_told(word: str, stage: int, shard: int | None):
@@ -92,6 +93,8 @@ def test_words_for_zero_are_known_and_told(word: str, stage: int, shard: int | N
 @pytest.mark.parametrize(
     ("word", "gpu", "precision"),
     [("float8 rowwise", "H100", "fp8"), ("e4m3", "H100", "fp8"), ("half", "H100", "fp16"), ("float32", "H100", "fp32"),
+     ("bf16 (not fp8)", "H100", "bf16"), ("bf16 compute, fp8 all-gather", "H100", "bf16"), ("bf16 without fp8", "H100", "bf16"),
+     ("bf16; fp8 optimizer states", "H100", "bf16"), ("bf16/fp8", "H100", "fp8"), ("mixed (bf16 and fp8)", "H100", "fp8"),
      ("mixed", "H100", "bf16"), ("16-bit", "V100", "fp16"), ("", "V100", "fp16")],
 )  # fmt: skip
 def test_words_of_a_precision_are_known(word: str, gpu: str, precision: str):
@@ -104,6 +107,8 @@ def test_words_of_a_precision_are_known(word: str, gpu: str, precision: str):
         ({"offload": "parameters to the CPU"}, False, True), ({"offload": "ZeRO-Offload"}, False, True),
         ({"offload": "optimizer"}, False, True), ({"zero_stage": "3-offload"}, False, True),
         ({"offload": "activations of 40 layers to CPU"}, True, False), ({"offload": ""}, False, False),
+        ({"zero_stage": "3, no offload"}, False, False), ({"zero_stage": "ZeRO-3 without offload"}, False, False),
+        ({"offload": "activations, not the optimizer"}, True, False),
     ],
 )  # fmt: skip
 def test_words_for_what_the_host_keeps_are_known(cells: dict[str, str], activations: bool, state: bool):

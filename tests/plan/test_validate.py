@@ -239,6 +239,24 @@ def test_blank_cells_follow_from_the_others_and_are_said():
         ("4 x 200Gb HDR", 100, 4, "InfiniBand"),
         ("GPUDirect-TCPXO, a3-megagpu-8g", 200, None, "network"), ("AWS p5.48xlarge", 400, None, "EFA v2"),
         ("p4d.24xlarge", 400, None, "InfiniBand"),  # not of H100
+        ("NVLink + InfiniBand HDR", 200, None, "InfiniBand"), ("NVSwitch with 8x HDR InfiniBand", 200, 8, "InfiniBand"),
+        ("NVLink HDR", 200, None, "InfiniBand"), ("NVLink 900 GB/s + 8x NDR 400 Gb/s", 400, 8, "InfiniBand"),
+        ("PCIe Gen4 + 25 Gb/s Ethernet", 3.125, None, "RoCE"), ("NVLink & 4x HDR", 100, 4, "InfiniBand"),
+        ("8x400 Gb/s InfiniBand and 2x 100 GbE for storage", 400, 8, "InfiniBand"),
+        ("8x400 Gb/s InfiniBand with 100 Gb/s storage", 400, 8, "InfiniBand"),
+        ("8x HDR 200 Gb/s and 100 GbE storage", 200, 8, "InfiniBand"), ("100 GbE front-end; 8x400", 400, 8, "network"),
+        ("InfiniBand HDR and 100 Gb/s Ethernet", 200, None, "InfiniBand"),
+        ("HDR InfiniBand, 200 Gb/s", 200, None, "InfiniBand"), ("NDR InfiniBand, 400 Gb/s", 400, None, "InfiniBand"),
+        ("Slingshot 11, 200 Gb/s", 200, None, "Slingshot"), ("4x HDR InfiniBand, 200 Gb/s each", 100, 4, "InfiniBand"),
+        ("InfiniBand with 8x 400 Gb/s", 400, 8, "InfiniBand"), ("HDR; NVLink; 200 Gb/s per node", 25, None, "InfiniBand"),
+        ("200 Gb/s per node, HDR", 25, None, "InfiniBand"), ("8x400 Gb/s, NDR", 400, 8, "InfiniBand"),
+        ("HDR x4, 200 Gb/s", 100, 4, "InfiniBand"), ("HDR; InfiniBand 200 Gb/s per node", 25, None, "InfiniBand"),
+        ("NDR200 x4", 100, 4, "InfiniBand"), ("HDR x4", 100, 4, "InfiniBand"),
+        ("4x Slingshot 11 200 Gb/s", 100, 4, "Slingshot"), ("8 HDR InfiniBand 200 Gb/s", 200, 8, "InfiniBand"),
+        ("3,200 Gb/s EFA", 400, None, "EFA"), ("1,600 Gb/s", 200, None, "network"), ("2,400 Gb/s", 300, None, "network"),
+        ("InfiniBand HDR and 2x 100 GbE", 200, None, "InfiniBand"), ("NDR, 4x ConnectX-7 400 Gb/s", 200, 4, "InfiniBand"),
+        ("8x ConnectX-7, NDR 400 Gb/s", 400, 8, "InfiniBand"),
+        ("HDR,200 Gb/s", 200, None, "InfiniBand"), ("a2-megagpu-16g", 400, None, "InfiniBand"),  # not of H100
     ],
 )  # fmt: skip
 def test_networks_are_read_from_text(text: str, gbytes: float, cards: int | None, kind: str):
@@ -254,9 +272,28 @@ def test_a_rate_of_a_card_is_times_the_cards_that_such_machines_have():
 
 
 @pytest.mark.parametrize(
+    ("text", "inside", "between"),
+    [
+        ("NVLink + InfiniBand HDR", 300, 200), ("NVSwitch with 8x HDR InfiniBand", 300, 200), ("NVLink HDR", 300, 200),
+        ("NVLink NDR", 300, 400), ("A100-80G NVLink", 300, 200), ("A100 80G NVLink", 300, 200),
+        ("NVLink with 600 GB/s", 300, 200),
+        ("PCIe 32 GB/s + 25 Gb/s Ethernet", 32, 3.125), ("NVLink, 600 GB/s, HDR", 300, 200),
+        ("NVLink/InfiniBand NDR 400 Gb/s", 300, 400), ("NVLink 3 with 8x ConnectX-7 400 Gb/s", 300, 400),
+        ("NVLink in node, 400 GB/s between nodes", 300, 400), ("NVLink, RoCE-400G", 300, 400),
+    ],
+)  # fmt: skip
+def test_a_name_of_a_card_or_a_gpu_beside_nvlink_is_not_its_speed(text: str, inside: float, between: float):
+    node = cluster_of(config(gpu="A100-80GB", machine="dgx-a100", interconnect=text), 64)[0].node
+    assert node.intra_link is not None and node.inter_link is not None
+    assert node.intra_link.bytes_per_second.value == inside * 1e9
+    assert node.inter_link.bytes_per_second.value == between * 1e9
+
+
+@pytest.mark.parametrize(
     ("text", "nominal", "reached"),
     [("measured busbw 340 GB/s", 400, 340), ("8x NDR 400 Gb/s; nccl-tests bus bandwidth 355 GB/s", 400, 355),
-     ("busbw 460 GB/s", 460, 460), ("achieved 92 GB/s; 4 x 200 Gb/s", 100, 92)],
+     ("busbw 460 GB/s", 460, 460),
+     ("HDR, InfiniBand measured 180 GB/s", 200, 180), ("achieved 92 GB/s; 4 x 200 Gb/s", 100, 92)],
 )  # fmt: skip
 def test_a_measured_bus_rate_is_what_is_reached_and_not_derated_again(text: str, nominal: float, reached: float):
     cluster = cluster_of(config(interconnect=text), 64)[0]

@@ -60,6 +60,11 @@ _VAGUE = re.compile("mixed|amp|16")
 _OFFLOADED_STATE = re.compile("optim|param|weight|zero.?(?:offload|infinity)", re.IGNORECASE)
 """Words for state that the host keeps and updates: FSDP's CPUOffload moves parameters, gradients and the update together,
 ZeRO-Offload the optimizer, ZeRO-Infinity both."""
+_NEGATED = re.compile(r"\b(?:no|not|without)\b(?:(?!\b(?:with|but)\b)[^,;+()])*", re.IGNORECASE)
+"""Words for what a run does not do: `bf16 (not fp8)`, `activations, not the optimizer`."""
+_NO_OFFLOAD = re.compile(r"\(?\b(?:no|not|without)\b[^,;+()]*offload\w*\)?", re.IGNORECASE)
+_NO_PRODUCT = re.compile("gather|reduc|commun|optim|state|moment|master|grad|cache|checkpoint|sum|accum|attention")
+"""Words for tensors whose precision is not that of the products of weights."""
 _ENDS = 2
 """Embedding and head, which may be separate pipeline stages (Megatron: 128 stages for 126 layers)."""
 _PLAIN = (schedule_for(1), schedule_for(2))
@@ -135,8 +140,9 @@ def _base_layout(config: RunConfig, model: Model, program: Program, assumed: lis
         dp=dp, zero_stage=zero, dp_shard=shard, tp=tp, cp=cp, pp=pp, ep=ep, expert_tp=expert_tp,
         cp_method=program.usual.cp_method,
         sequence_parallel=_sequence_parallel(config, program.usual, tp, assumed),
-        offload_activations=bool(re.search("activation", config.offload, re.IGNORECASE)),
-        offload_optimizer=bool(_OFFLOADED_STATE.search(config.offload)) or "offload" in config.zero_stage.lower(),
+        offload_activations=bool(re.search("activation", _NEGATED.sub("", config.offload), re.IGNORECASE)),
+        offload_optimizer=bool(_OFFLOADED_STATE.search(_NEGATED.sub("", config.offload)))
+        or "offload" in _NO_OFFLOAD.sub("", config.zero_stage).lower(),
     )  # fmt: skip
 
 
@@ -177,7 +183,7 @@ def _data_parallel(config: RunConfig, gpus: int | None, model_ranks: int, assume
 
 
 def _zero(config: RunConfig, usual: Usual, dp: int, pp: int, assumed: list[str]) -> tuple[ZeroStage, int | None]:
-    text = config.zero_stage.lower().removesuffix(".0")
+    text = _NO_OFFLOAD.sub("", config.zero_stage.lower()).strip(" ,;+").removesuffix(".0")
     if text and not re.fullmatch(r"[0-3]|hsdp\s*-?\d+", text):
         parsed = zero_stage_of(text, config.gpus_per_node or USUAL_NODE_GPUS)
         if parsed is None:
@@ -225,7 +231,7 @@ def _precision(config: RunConfig, accelerator: Accelerator, assumed: list[str]) 
     if not text:
         assumed.append(f"precision {half}")
         return half
-    named = [name for name in _PRECISIONS if name in text]
+    named = _precisions_named(text)
     name = next((name for name in named if _PRECISIONS[name] in NARROW), named[0] if named else None)
     if name is None and _VAGUE.search(text):
         name = half
@@ -236,6 +242,26 @@ def _precision(config: RunConfig, accelerator: Accelerator, assumed: list[str]) 
         assumed.append(f"fp8 stands for {config.precision}")
         return "fp8"
     return _PRECISIONS[name]
+
+
+def _precisions_named(text: str) -> list[str]:
+    """Words for precisions of products in a cell, one of each part; of other tensors if it has none."""
+    parts = re.split(r"[,;+/()]|\b(?:and|with)\b", _NEGATED.sub("", text))
+    products = [part for part in parts if not _NO_PRODUCT.search(part)]
+    for of_products in (products, parts):
+        named = {_first_named(part) for part in of_products} - {None}
+        if named:
+            return [name for name in _PRECISIONS if name in named]
+    return []
+
+
+def _first_named(part: str) -> str | None:
+    """The precision that part of a cell names first; of those that are not narrow, the usual one of mixed precision."""
+    words = [name for name in _PRECISIONS if name in part]
+    first = min(words, key=part.index, default=None)
+    if first is None or _PRECISIONS[first] in NARROW:
+        return first
+    return next(name for name in words if _PRECISIONS[name] not in NARROW)
 
 
 def _choices(config: RunConfig, model: Model, program: Program, base: Layout, assumed: list[str]) -> dict[str, tuple]:

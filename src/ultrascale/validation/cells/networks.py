@@ -5,13 +5,15 @@ usual one of its GPU (`catalogue.machines`); `network` names the type of network
 links, such as `8x HDR 200 Gb/s per node; NVLink in node`; if blank, they are the machine's. A rack with one fast network inside
 (GB200 NVL72) counts as one node even if the row counts its trays of four: what matters is which ranks share the fast links.
 
-A clause of `interconnect` between commas, semicolons or "and" gives one rate, inside a node (per GPU) or between nodes; a
-clause that only names a network (`InfiniBand, 200 Gb/s`) belongs to the next:
+A clause of `interconnect` between commas, semicolons, "+", "&", "and" or "with" gives one rate, inside a node (per GPU) or
+between nodes, of which the first counts; storage, front-end and management networks are left out. A clause that only names a
+network (`HDR InfiniBand, 200 Gb/s`) or links (`NVLink, 900 GB/s`) belongs to the neighbour that states a rate and no other
+network; a name without such a neighbour has its own speed:
 
     per node, server, in total          of all cards together
     8x HDR 200 Gb/s, 200 Gb/s x 4       number of cards, and the rate of each
     per GPU, card, NIC; NDR 400 Gb/s    of one of the node's cards: InfiniBand and RoCE speeds are per card
-    InfiniBand HDR; Slingshot-11        of one of the node's cards: the speed that the name stands for
+    InfiniBand HDR; Slingshot-11        of one of the node's cards: the speed that the name stands for (HDR x4: of four)
     EFA 3200 Gb/s; 800 Gb/s             of all together: clouds state the rate of a machine
     busbw 340 GB/s, measured            achieved by large collectives
     NVLink 900 GB/s                     both directions, if it is twice the link's rate in one
@@ -20,16 +22,20 @@ clause that only names a network (`InfiniBand, 200 Gb/s`) belongs to the next:
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 
 from ultrascale.catalogue.cluster import Cluster, Link, Node, Sourced
 from ultrascale.catalogue.machines import ALIASES, NODES, USUAL_NODE, accelerator_in
-from ultrascale.catalogue.network import KINDS
+from ultrascale.catalogue.network import KINDS, network_kind
 from ultrascale.catalogue.racks import places_used, using, usual_places
 from ultrascale.validation.cells.models import UnrepresentableError
 from ultrascale.validation.rows import RunConfig
 
-_WORDS = r"(?:(?:[EFHNX]DR|InfiniBand|IB|RoCE|EFA|Omni-?Path|OPA|Slingshot|ConnectX|CX|Ethernet|RDMA)[-\w]*\s+){0,3}"
+_WORDS = (
+    r"(?:(?:[EFHNX]DR|InfiniBand|IB|RoCE|EFA|Omni-?Path|OPA|(?:Slingshot|ConnectX|CX)(?: \d\d?\b)?|Ethernet|RDMA)"
+    r"[-\w]*\s+){0,3}"
+)
 _RATE = re.compile(
     rf"(?:(?P<front>\d+)\s*[x\u00d7]\s*{_WORDS})?(?P<rate>\d+(?:\.\d+)?)\s*-?"
     r"(?P<unit>[GT](?:b/s|bps|bit/s|bit|B/s|Bps|bE|(?-i:b))?\b)(?:\s*[x\u00d7]\s*(?P<behind>\d+))?",
@@ -38,18 +44,32 @@ _RATE = re.compile(
 _COUNTED = re.compile(rf"\b(?P<front>\d+)\s*[x\u00d7]\s*{_WORDS}(?P<rate>25|40|50|56|100|200|400|800)\b", re.IGNORECASE)
 """Number of cards with a rate without a unit, such as 4x400: gigabits, as cards are sold."""
 _NAMED = re.compile(
-    r"(?<![-\w])(?:(?P<front>\d+)\s*[x\u00d7]?\s*)?(?P<name>[EFHNX]DR|Slingshot)[- ]?(?P<rate>\d+)?\b", re.IGNORECASE
+    r"(?<![-\w])(?<!ConnectX )(?<!CX )(?:(?P<front>\d\d?)\s*[x\u00d7]?\s*)?(?P<name>[EFHNX]DR|Slingshot)"
+    r"(?:[- ]?(?P<rate>10|11|40|50|56|100|200|400|800)G?b?)?(?:\s*[x\u00d7]\s*(?P<behind>\d\d?)\b|(?!\w))",
+    re.IGNORECASE,
 )
 """Name of a generation of cards, with its number: InfiniBand's is a speed (HDR100), Slingshot's a version."""
 _SPEEDS = {"fdr": 56, "edr": 100, "hdr": 200, "ndr": 400, "xdr": 800, "slingshot10": 100, "slingshot11": 200, "slingshot": 200}
 """Gb/s of one port by name (InfiniBand Trade Association's roadmap; HPE Slingshot's datasheet)."""
 SLOWEST = 10
 """Gigabits per second below which a number without a unit of time is no rate: `a3-ultragpu-8g` has eight GPUs."""
+_TYPED = re.compile(r"(?:[A-Z]|(?<!RoCE)(?<!CX\d)(?<!InfiniBand)-|\d00 )$", re.IGNORECASE)
+"""Text before a number that is no rate without a unit of time: `a2-megagpu-16g`, `A100 80G`."""
+_THOUSANDS = re.compile(r"(?<![-\w.])(?<!slingshot )\d\d?,\d{3}(?=\s*-?[GT])", re.IGNORECASE)
 _INSIDE = re.compile(r"intra-?node|in-?side|in node|within|nvlink|nvswitch|pcie", re.IGNORECASE)
 _MEASURED = re.compile(r"measured|achiev|bus-?\s?bw|bus (?:bandwidth|rate)|nccl-?tests", re.IGNORECASE)
 _OF_NODE = re.compile(r"per (?:node|server|machine|host|box)|/node|in total|aggregate|altogether", re.IGNORECASE)
 _OF_CARD = re.compile(r"per (?:gpu|accelerator|card|nic|hca|port|rail)|/(?:gpu|nic|card)", re.IGNORECASE)
 _CARD_SPEEDS = re.compile(r"\b(?:[EFHNX]DR|InfiniBand|IB|RoCE|ConnectX|CX-?\d|Slingshot)", re.IGNORECASE)
+_NETWORK = re.compile(r"\b(?:[EFHNX]DR|InfiniBand|RoCE|EFA|Omni-?Path|OPA|Slingshot|Ethernet)|\d\s*GbE\b", re.IGNORECASE)
+_OTHER_USE = re.compile(r"storage|front-?\s?end|management|mgmt", re.IGNORECASE)
+"""Networks of a machine that no collective uses."""
+_JOINT = re.compile(
+    rf"\bwith\b(?=.*(?:{_NETWORK.pattern}|{_CARD_SPEEDS.pattern}|RDMA|{_INSIDE.pattern}|{_OTHER_USE.pattern}))"
+    rf"|(?:(?<=NVLink)|(?<=NVSwitch)|(?<=PCIe))\s*/(?=\s*(?:\d+\s*x\s*)?(?:{_NETWORK.pattern}))",
+    re.IGNORECASE,
+)
+"""A joint of two networks (`NVLink/InfiniBand`), not of a network and its rate (`InfiniBand with 200 Gb/s`)."""
 FASTEST_CARD = 100e9
 """Bytes per second, 800 Gb/s: a higher rate is a machine's."""
 
@@ -57,6 +77,7 @@ FASTEST_CARD = 100e9
 def with_links(node: Node, text: str) -> tuple[Node, bool]:
     """`node` with the links that `text` names, and true if it names the network between nodes."""
     between: Link | None = None
+    reached: Link | None = None
     cards: int | None = None
     for clause in _clauses(text):
         counted = _rate(clause)
@@ -67,43 +88,103 @@ def with_links(node: Node, text: str) -> tuple[Node, bool]:
         if _INSIDE.search(clause):
             node = replace(node, intra_link=_inside(node, clause, rate))
         elif _MEASURED.search(clause):
-            link = between or node.inter_link
-            nominal = rate if link is None or link.bytes_per_second.value < rate.value else link.bytes_per_second
-            between = Link(link.name if link else clause.strip(), nominal, rate)
-        else:
-            cards = count or None
+            reached = Link(clause.strip(), rate, rate)
+        elif between is None:
             times = count or (_cards(node, clause) if _is_of_a_card(clause, rate.value) else 1)
-            reached = between and between.achieved_bytes_per_second
-            between = Link(clause.strip(), replace(rate, value=rate.value * times), reached)
-    if between is None:
+            cards, between = count or None, Link(clause.strip(), replace(rate, value=rate.value * times))
+    if between is None and reached is None:
         return node, False
-    return replace(node, inter_link=between, num_network_cards=cards), True
+    link = between or node.inter_link
+    if reached and link:
+        nominal = max(link.bytes_per_second, reached.bytes_per_second, key=lambda rate: rate.value)
+        link = Link(link.name, nominal, reached.achieved_bytes_per_second)
+    return replace(node, inter_link=link or reached, num_network_cards=cards), True
 
 
 def _clauses(text: str) -> list[str]:
-    """Clauses of a text without what is in brackets; a network named without a rate precedes the next clause."""
-    clauses, name = [], ""
-    for clause in re.split(r"[;,]|\band\b", re.sub(r"\bIB\b", "InfiniBand", re.sub(r"\([^)]*\)", "", text))):
-        if _rate(clause) is None and _CARD_SPEEDS.search(clause) and not _INSIDE.search(clause):
-            name = clause.strip()
-            continue
-        is_plain = not (_CARD_SPEEDS.search(clause) or _INSIDE.search(clause) or _MEASURED.search(clause))
-        clauses.append(f"{name} {clause}" if name and is_plain else clause)
-        name = ""
-    return clauses
+    """Clauses of a text without what is in brackets, each network's name joined to the rate that stands beside it."""
+    clauses: list[str] = []
+    name, plain = "", None  # a name that waits for a rate; the index of a rate that waits for a name
+    for clause in _split(text):
+        if _INSIDE.search(clause) or _MEASURED.search(clause):
+            clauses.append(clause)
+        elif _CARD_SPEEDS.search(clause) or _NETWORK.search(clause):
+            if not _states_rate(clause):
+                if plain is None:
+                    name = f"{name} {clause}".strip()
+                else:
+                    clauses[plain], plain = f"{clause} {clauses[plain]}", None
+                continue
+            clauses += [f"{name} {clause}".strip()] if _is_same(name, clause) else [name, clause]
+            name, plain = "", None
+        elif clauses and _is_inside_rate(clauses[-1], clause):
+            clauses[-1] = f"{clauses[-1]} {clause}"
+        elif _states_rate(clause):
+            plain = None if name else len(clauses)
+            clauses.append(f"{name} {clause}".strip())
+            name = ""
+        else:
+            clauses.append(clause)
+    return [*clauses, name]
+
+
+def _split(text: str) -> Iterator[str]:
+    """Parts of a text that speak of one network each; a card named beside NVLink (`NVLink HDR`) is a part of its own."""
+    text = re.sub(r"\bIB\b", "InfiniBand", re.sub(r"\([^)]*\)", "", text))
+    text = _THOUSANDS.sub(lambda match: match[0].replace(",", ""), text)
+    for clause in re.split(r"[;,+&]|\band\b", text):
+        for part in _JOINT.split(clause):
+            if _OTHER_USE.search(part):
+                continue
+            if _INSIDE.search(part) and _NETWORK.search(part) and not _states_rate(part):
+                part = _INSIDE.sub("", part).strip(" /")
+            yield part.strip()
+
+
+def _is_same(name: str, clause: str) -> bool:
+    """True if a name and a clause speak of one network: of one kind, or one of them names cards only (ConnectX)."""
+    kinds = {network_kind(Link(text, Sourced(0, "", ""))) for text in (name, clause) if _NETWORK.search(text)}
+    return len(kinds) < 2
+
+
+def _is_inside_rate(named: str, clause: str) -> bool:
+    """True if a clause states the rate of the links that the one before it names: `NVLink, 900 GB/s`."""
+    if not _INSIDE.search(named) or _states_rate(named) or re.search("inter|between|across", clause, re.IGNORECASE):
+        return False
+    match = _figure(clause)
+    if match is None or match["front"] or _OF_NODE.search(clause):
+        return False
+    return "B" in (match.groupdict().get("unit") or "") and _bytes_per_second(match) > FASTEST_CARD
+
+
+def _states_rate(clause: str) -> bool:
+    """True if a clause states a rate in figures, not by a name alone."""
+    return _figure(clause) is not None
+
+
+def _figure(clause: str) -> re.Match[str] | None:
+    """First rate that a clause states in figures."""
+    for match in (*_RATE.finditer(clause), *_COUNTED.finditer(clause)):
+        unit = match.groupdict().get("unit") or "Gb/s"
+        if len(unit) > len("Gb"):
+            return match
+        is_typed = _TYPED.search(clause[: match.start()])
+        if not is_typed and (len(unit) > 1 or float(match["rate"]) >= SLOWEST):
+            return match
+    return None
 
 
 def _rate(clause: str) -> tuple[float, int] | None:
     """Bytes per second that a clause states, and the number of cards it counts, 0 if none; None without a rate."""
-    for match in (*_RATE.finditer(clause), *_COUNTED.finditer(clause)):
-        if len(match.groupdict().get("unit") or "Gb") > 1 or float(match["rate"]) >= SLOWEST:
-            return _bytes_per_second(match), int(match["front"] or match.groupdict().get("behind") or 0)
-    match = _NAMED.search(clause)
-    if match is None:
+    named = None if _INSIDE.search(clause) else _NAMED.search(clause)
+    count = int(named["front"] or named["behind"] or 0) if named else 0
+    if match := _figure(clause):
+        return _bytes_per_second(match), int(match["front"] or match.groupdict().get("behind") or count)
+    if named is None:
         return None
-    name, number = match["name"].lower(), int(match["rate"] or 0)
+    name, number = named["name"].lower(), int(named["rate"] or 0)
     speed = _SPEEDS.get(f"{name}{number}", number) if name == "slingshot" and number else number or _SPEEDS[name]
-    return speed * 1e9 / 8, int(match["front"] or 0)
+    return speed * 1e9 / 8, count
 
 
 def _bytes_per_second(match: re.Match[str]) -> float:
