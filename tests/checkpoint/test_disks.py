@@ -24,6 +24,7 @@ from ultrascale import checkpoint
 from ultrascale.checkpoint import CheckpointError, Saver, saver
 from ultrascale.checkpoint.disk import files, patience
 from ultrascale.checkpoint.disk.folders import make_folder
+from ultrascale.checkpoint.saving import Plan
 from ultrascale.failpoints import VARIABLE
 
 
@@ -314,7 +315,18 @@ def test_a_kill_while_a_save_is_pending_leaves_the_old_or_the_new_one(tmp_path, 
 
 @pytest.mark.catalogue(36)
 def test_control_an_end_that_does_not_wait_loses_the_save(tmp_path, monkeypatch):
-    monkeypatch.setattr(Saver, "close", lambda saving: saving._resources.close())
+    closed, write = threading.Event(), Saver._write
+
+    def close(saving: Saver) -> None:
+        saving._resources.close()
+        closed.set()
+
+    def write_after_the_end(saving: Saver, plan: Plan) -> Path:  # a small save would be done before the end
+        assert closed.wait(60)
+        return write(saving, plan)
+
+    monkeypatch.setattr(Saver, "close", close)
+    monkeypatch.setattr(Saver, "_write", write_after_the_end)
     fails(test_the_end_waits_for_a_save_in_the_background, tmp_path)
 
 
