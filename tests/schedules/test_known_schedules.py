@@ -131,7 +131,8 @@ def test_a_new_schedule_is_its_order_and_a_row():
 def test_the_page_about_schedules_has_its_facts(one):
     also = ", ".join([*one.aliases, *([f"torch's {one.torch}"] if one.torch else [])])
     cut = {"": "", "all": "all", "ends": "filling, draining"}[one.splits_backward]
-    facts = [f"`{one.name}`", also, str(one.virtual_stages or "2 or more"), one.placement, cut, one.paper]
+    stages = str(one.virtual_stages * one.copies) if one.virtual_stages else "2 or more"  # DualPipe: one of each direction
+    facts = [f"`{one.name}`", also, stages, one.placement, cut, one.paper]
     assert f"| {' | '.join(facts)} |" in (ROOT / "docs" / "schedules.md").read_text().splitlines()
 
 
