@@ -109,15 +109,13 @@ def prove_cells(
     processes: int,
     steps: int = STEPS,
     on_verdict: Callable[[Verdict], None] | None = None,
-    prove: Callable[..., list[Verdict]] = prove_all,
 ) -> list[Outcome]:
-    """Prove the cells that need at most `processes` processes and are not refused, by `prove`; a failure does not stop the
-    others."""
+    """Prove the cells that need at most `processes` processes and are not refused; a failure does not stop the others."""
     tried = [cell for cell in todo if not cell.refused and cell.run.layout.world_size <= processes]
     # Cells of one model are adjacent, so that its reference is computed once.
     tried.sort(key=lambda cell: repr(cell.run.model))
     cases = [Case(cell.name, cell.run) for cell in tried]
-    verdicts = dict(zip(map(id, tried), prove(cases, steps=steps, go_on=True, on_verdict=on_verdict), strict=True))
+    verdicts = dict(zip(map(id, tried), prove_all(cases, steps=steps, go_on=True, on_verdict=on_verdict), strict=True))
     return [Outcome(cell, verdicts.get(id(cell))) for cell in todo]
 
 

@@ -187,7 +187,7 @@ def _remaining_dp(request: PlanRequest, gpus: str) -> int:
     given, count = read_flags(request.settings, []).entries, parse_cluster(gpus).num_accelerators
     sizes = {name: str(given[f"layout.{name}"].value) for name in ("tp", "cp", "pp") if f"layout.{name}" in given}
     together = prod(int(size) for size in sizes.values() if size.isdigit() and int(size))
-    if together < count and count % together and "layout.dp" not in given and request.options.dp is None:
+    if together < count and count % together and fills_machines(request.options, request.settings):
         rule = f"of {' x '.join(sizes)} = {together} do not divide {gpus}"
         raise mistake("layout", f"ranks {rule}", "Change one of them, or the number of devices.")
     return max(1, count // together)
