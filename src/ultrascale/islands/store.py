@@ -191,14 +191,15 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("host")
     parser.add_argument("port", type=int)
     args = parser.parse_args(words)
-    try:
-        server = serve(args.host, args.port)
-    except (OSError, OverflowError) as error:  # OverflowError: a port above 65535
-        sys.exit(
-            f"cannot listen at {args.host}:{args.port}: {error_text(error)}. Name an address and a free port of this machine."
-        )
-    print(f"islands meet at tcp://{args.host}:{server.port}", flush=True)
     with suppress(KeyboardInterrupt):
+        try:
+            server = serve(args.host, args.port)
+        except (OSError, OverflowError) as error:  # OverflowError: a port above 65535
+            sys.exit(
+                f"cannot listen at {args.host}:{args.port}: {error_text(error)}. "
+                "Name an address and a free port of this machine."
+            )
+        print(f"islands meet at tcp://{args.host}:{server.port}", flush=True)  # Ctrl-C may follow the line at once
         threading.Event().wait()
 
 
