@@ -18,6 +18,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 TESTS = HERE.parent
+PLANTED = "mutations/faults.toml"
 PAGE = TESTS.parent / "docs" / "faults.md"
 RESULTS = HERE / "results.json"
 WHOLE = HERE / "whole_run.json"
@@ -34,8 +35,9 @@ explains how. Written by `python tests/catalogue/table.py` from the tests' marks
 `pytest -m catalogue --record-catalogue` noted.
 
 A control removes the guard against a fault, or plants a bug, and requires that the row's test, or what it judges by, sees the
-difference. Every row that injects a fault has one; rows of bad input need none. Nightly tests run with
-`ULTRASCALE_NIGHTLY=1`."""
+difference. Every row that injects a fault has one; rows of bad input need none. Controls of `mutations/faults.toml` change the
+source: [planted bugs](mutations.md) has what saw each, which CI holds to the source as it is; at night all are planted again.
+Nightly tests run with `ULTRASCALE_NIGHTLY=1`."""
 INJECTED = ("processes", "hangs", "storage", "resume", "numerics")
 """Groups of rows whose faults are injected, each of which must have a control."""
 
@@ -62,7 +64,12 @@ class Cover:
     @property
     def is_control(self) -> bool:
         """Whether it plants a bug, with which the rows' own checks must fail."""
-        return self.name.partition("::")[2].startswith("test_control_")
+        return self.is_planted or self.name.partition("::")[2].startswith("test_control_")
+
+    @property
+    def is_planted(self) -> bool:
+        """Whether it is a bug of the table of planted bugs, which records what saw it."""
+        return self.name.startswith(f"{PLANTED}::")
 
 
 def read_rows() -> list[Row]:
@@ -74,6 +81,17 @@ def read_rows() -> list[Row]:
 def find_tests(folder: Path = TESTS) -> list[Cover]:
     """Every test in `folder` that is marked with rows of the catalogue, itself or by its module."""
     return [test for path in sorted(folder.rglob("test_*.py")) for test in _tests_of(path, folder)]
+
+
+def find_planted(tests: list[Cover], faults: Path = TESTS / PLANTED) -> list[Cover]:
+    """Planted bugs that some of `tests` must see: each is a control of the rows that these cover."""
+    rows_of = {test.name: test.rows for test in tests}
+    planted = []
+    for name, fault in tomllib.loads(faults.read_text()).items():
+        rows = {row for test in fault.get("tests", ()) for row in rows_of.get(test.partition("[")[0], ())}
+        if rows:
+            planted.append(Cover(f"{PLANTED}::{name}", tuple(sorted(rows)), nightly=False))
+    return planted
 
 
 def read_results() -> dict[str, dict[str, Any]]:
@@ -144,10 +162,11 @@ def _whole(whole: dict[str, Any]) -> list[str]:
 
 def _line(row: Row, tests: list[Cover], results: dict[str, dict[str, Any]]) -> str:
     own = [test for test in tests if row.number in test.rows]
+    recorded = [test for test in own if not test.is_planted]
     claims = [test for test in own if not test.is_control]
     times = " and ".join(["CI"] * any(not test.nightly for test in claims) + ["nightly"] * any(test.nightly for test in claims))
     cells = [row.number, row.fault, row.promise, _names(claims) or "none", _names([test for test in own if test.is_control])]
-    return f"| {' | '.join(map(str, cells))} | {times} | {_last(own, results)} |"
+    return f"| {' | '.join(map(str, cells))} | {times} | {_last(recorded, results)} |"
 
 
 def _names(tests: list[Cover]) -> str:
@@ -186,5 +205,6 @@ def _is(mark: Any, name: str) -> bool:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(read_rows(), find_tests(), read_results(), read_whole_run()))
+    TESTS_OF_ROWS = find_tests()
+    PAGE.write_text(page(read_rows(), TESTS_OF_ROWS + find_planted(TESTS_OF_ROWS), read_results(), read_whole_run()))
     print(f"written: {PAGE}")

@@ -6,17 +6,14 @@ Controls take a guard out of loading and call a test again, which must then fail
 import os
 import random
 import shutil
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from planted import fails
 from ranks import run_ranks
 
 from ultrascale import checkpoint
-from ultrascale.checkpoint import CheckpointError, loading, manifest
-from ultrascale.checkpoint.disk import damage, files
+from ultrascale.checkpoint import CheckpointError
 from ultrascale.checkpoint.disk.files import write_shard
 from ultrascale.checkpoint.manifest import decode
 
@@ -202,85 +199,3 @@ def test_a_shard_is_never_written_over(tmp_path):
     with pytest.raises(FileExistsError):
         write_shard(tmp_path, "rank-00000.safetensors", [], save_id="0" * 32, step=1)
     assert (tmp_path / "rank-00000.safetensors").read_bytes() == b"mine"
-
-
-# --- controls ----------------------------------------------------------------------------------------------------------------
-
-
-def verify_nothing(patch: pytest.MonkeyPatch) -> None:
-    """The bug: what is wrong with a file shows when it is read, if at all."""
-    patch.setattr(loading, "verify", lambda folder, **how: files.read_manifest(folder))
-
-
-def compare_no_checksums(patch: pytest.MonkeyPatch) -> None:
-    """The bug: a shard that is as long as it should be is good."""
-    patch.setattr(damage, "verify_shard", lambda folder, file, shard, save_id: files.verify_size(folder, file, shard))
-
-
-def compare_no_sizes(patch: pytest.MonkeyPatch) -> None:
-    """The bug: as many bytes are read as there should be, whatever follows them."""
-    patch.setattr(files, "_expect_size", lambda fd, path, shard: None)
-
-
-def look_for_no_others(patch: pytest.MonkeyPatch) -> None:
-    """The bug: what the manifest says is all that there is, and its folder may be called anything."""
-    patch.setattr(loading, "expected_manifest", files.read_manifest)
-
-
-def ask_for_no_identity(patch: pytest.MonkeyPatch) -> None:
-    """The bug: whose shard it is, nobody looks."""
-    patch.setattr(files, "_expect_save", lambda head, path, save_id: None)
-
-
-def follow_links(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(os, "O_NOFOLLOW", 0)
-
-
-def take_any_name(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(manifest._Check, "text", lambda self, value, what, pattern: value)
-
-
-@pytest.mark.catalogue(27)
-@pytest.mark.parametrize("bug", [verify_nothing, compare_no_checksums])
-def test_control_flipped_bits_are_missed_where_checksums_are_not_compared(root, monkeypatch, bug):
-    bug(monkeypatch)
-    fails(test_two_hundred_flipped_bits_are_all_detected, root)
-
-
-@pytest.mark.catalogue(28)
-@pytest.mark.parametrize(
-    "bug, test",
-    [
-        (verify_nothing, partial(test_a_truncated_file_is_named, file="rank-00001.safetensors", share=0.99)),
-        (verify_nothing, partial(test_a_missing_file_is_named, file="rank-00001.safetensors")),
-        (verify_nothing, test_shards_of_two_ranks_changed_for_each_other_are_detected),
-        (compare_no_sizes, test_a_longer_file_is_named),
-        (look_for_no_others, test_a_shard_that_the_manifest_does_not_know_is_detected),
-        (look_for_no_others, test_a_folder_renamed_to_another_step_is_detected),
-    ],
-)
-def test_control_files_cut_short_missing_swapped_or_too_many_are_missed_without_a_guard(root, monkeypatch, bug, test):
-    bug(monkeypatch)
-    fails(test, root)
-
-
-@pytest.mark.catalogue(29)
-def test_control_a_mixture_of_two_saves_is_taken_for_damage_where_shards_have_no_identity(root, monkeypatch):
-    ask_for_no_identity(monkeypatch)
-    fails(test_a_shard_of_another_step_is_told_from_damage, root)
-
-
-@pytest.mark.catalogue(31)
-def test_control_a_manifest_may_point_anywhere_where_names_are_not_checked(root, monkeypatch):
-    take_any_name(monkeypatch)
-    fails(test_a_manifest_that_points_outside_its_folder_is_refused, root)
-
-
-@pytest.mark.catalogue(34)
-@pytest.mark.parametrize(
-    "test", [partial(test_links_and_pipes_in_place_of_files_are_not_followed, file="rank-00001.safetensors"),
-             test_a_link_in_place_of_a_checkpoint_is_not_followed],
-)  # fmt: skip
-def test_control_a_link_is_followed_where_nobody_forbids_it(root, monkeypatch, test):
-    follow_links(monkeypatch)
-    fails(test, root)

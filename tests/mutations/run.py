@@ -68,7 +68,7 @@ class Job:
 def run(
     mutations: Iterable[Mutation], *, note: Callable[[dict[str, dict[str, Any]]], None], workers: int = 2
 ) -> dict[str, dict[str, Any]]:
-    """Of each the row that `write_results` takes: what `check` said, the test that failed; empty where nothing was seen. `note`
+    """Of each the row that `write_results` takes: what `check` said, the tests that failed; empty where unseen. `note`
     is told again and again of all that is known."""
     _warm()
     found: dict[str, dict[str, Any]] = {}
@@ -180,8 +180,13 @@ def _by_check(mutation: Mutation) -> str:
 
 
 def _by_tests(mutation: Mutation, tree: Path) -> str:
-    """The first test that fails."""
+    """Of each test the first case that fails, a line each; empty if one of them passes."""
     os.chdir(ROOT)
+    failed = [_first_failure(mutation.name, test, tree) for test in mutation.tests]
+    return "\n".join(failed) if all(failed) else ""
+
+
+def _first_failure(name: str, test: str, tree: Path) -> str:
     failed: list[str] = []
 
     class Seen:
@@ -190,9 +195,9 @@ def _by_tests(mutation: Mutation, tree: Path) -> str:
                 failed.append(report.nodeid.removeprefix("tests/"))
 
     options = ["-x", "-q", "-p", "no:cacheprovider", f"--timeout={TEST_SECONDS}", "-o", f"pythonpath={tree} tests"]
-    code = pytest.main([*options, *(str(TESTS / test) for test in mutation.tests)], plugins=[Seen()])
+    code = pytest.main([*options, str(TESTS / test)], plugins=[Seen()])
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
-        raise RuntimeError(f"{mutation.name}: pytest ended with {code!r}")
+        raise RuntimeError(f"{name}: pytest ended with {code!r}")
     return re.sub(rf"\[.{{{LONGEST_CASE},}}\]$", "", failed[0]) if failed else ""
 
 

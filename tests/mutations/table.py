@@ -30,7 +30,7 @@ HEAD = """# Planted bugs, and what saw each
 
 Written by `python tests/mutations/run.py`, and at night by `make nightly`; do not edit. Each bug of
 `tests/mutations/faults.toml` is planted alone in a copy of the source. Where a run is named (a preset, made small as `check`
-does by itself, and its layout), `ultrascale check --own-layout` of it must not pass; where tests are named, one of them must
+does by itself, and its layout), `ultrascale check --own-layout` of it must not pass; where tests are named, each of them must
 fail. What the proof shares with the trainer (the decoder, initial weights, learning rate) and what lies outside it (narrow
 dtypes, data, resuming, files) only tests can see. In every run of CI a test holds that each text still applies to the source,
 that it was planted as it is told here, and that whoever was to see it did. Besides these lines of the source `check` has
@@ -52,7 +52,7 @@ class Mutation:
     check: str = ""
     """A run that `check` must refute: a preset, and settings of its layout or, with their section, others. Empty: it cannot."""
     tests: tuple[str, ...] = ()
-    """`train/test_resume.py::test_...`, from the folder of tests: one of them must fail."""
+    """`train/test_resume.py::test_...`, from the folder of tests: each of them must fail, at least in one case."""
     same: str = ""
     """Why no result changes: nothing must see it."""
 
@@ -120,7 +120,7 @@ def page(mutations: list[Mutation], results: dict[str, dict[str, Any]]) -> str:
     real, same = [one for one in mutations if not one.same], [one for one in mutations if one.same]
     lines = [HEAD, "", *_totals(real, same, results)]
     for package in sorted({one.file.split("/")[0] for one in real}):
-        lines += ["", f"## {package}", "", "| bug | in | check of | and it said | test that failed |", "|---|---|---|---|---|"]
+        lines += ["", f"## {package}", "", "| bug | in | check of | and it said | tests that failed |", "|---|---|---|---|---|"]
         lines += [_line(one, results.get(one.name, {})) for one in real if one.file.startswith(f"{package}/")]
     lines += ["", "## What changes no result", "", "| change | in | why |", "|---|---|---|"]
     lines += [f"| {one.bug} | `{one.file}` | {one.same} |" for one in same]
@@ -145,8 +145,8 @@ def _who(result: dict[str, Any]) -> str:
 
 
 def _line(one: Mutation, result: dict[str, Any]) -> str:
-    test = f"`{result['tests']}`" if result.get("tests") else ""
-    cells = [one.bug, f"`{one.file}`", one.check, result.get("check", ""), test]
+    tests = "<br>".join(f"`{test}`" for test in result.get("tests", "").splitlines())
+    cells = [one.bug, f"`{one.file}`", one.check, result.get("check", ""), tests]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
