@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -57,12 +58,20 @@ def forks_here(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
     return lambda compute: monkeypatch.setattr(forked, "_forks_here", compute)
 
 
-@pytest.fixture
-def known_peak(monkeypatch: pytest.MonkeyPatch) -> Callable[[Peak], None]:
-    """Runs take a made-up peak of this machine, which need not be measured each time; another one where that is given."""
+@contextmanager
+def made_up_peak() -> Iterator[list[Peak]]:
+    """Runs take a made-up peak of this machine, the last of the list, which need not be measured each time."""
     peaks = [Peak(1e10, "made up")]
-    monkeypatch.setattr(ceilings, "peak_flops", lambda *arguments: peaks[-1])
-    return peaks.append
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ceilings, "peak_flops", lambda *arguments: peaks[-1])
+        yield peaks
+
+
+@pytest.fixture
+def known_peak() -> Iterator[Callable[[Peak], None]]:
+    """Runs take a made-up peak of this machine; another one where that is given."""
+    with made_up_peak() as peaks:
+        yield peaks.append
 
 
 @pytest.fixture

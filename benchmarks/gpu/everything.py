@@ -19,7 +19,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
@@ -83,7 +82,7 @@ def is_there(package: str) -> bool:
     return PathFinder.find_spec(package, [*places, *sys.path]) is not None
 
 
-def say_what_is_missing(names: list[str], is_there: Callable[[str], bool] = is_there) -> None:
+def say_what_is_missing(names: list[str]) -> None:
     """One line for each package that is not there."""
     needed = {package: [one for one in names if package in PARTS[one].needs] for one in names for package in PARTS[one].needs}
     lost = {package: f"{', '.join(parts)} cannot run" for package, parts in needed.items()}

@@ -114,14 +114,14 @@ def test_the_library_is_some_megabytes_of_sources_without_tests_and_packages():
 def test_a_python_without_sources_is_told_so(tmp_path):
     (tmp_path / "os.pyc").touch()
     with pytest.raises(DemoError, match=r"no sources of its standard library.*python3"):
-        text.library_folder(tmp_path)
+        text.expect_library(tmp_path)
 
 
 def test_a_library_folder_that_holds_far_more_than_a_library_is_refused(tmp_path):
     (tmp_path / "os.py").touch()
     os.truncate(tmp_path / "os.py", text.LARGEST_BYTES + 1)
     with pytest.raises(DemoError, match="where a standard library has about 10"):
-        text.library_folder(tmp_path)
+        text.expect_library(tmp_path)
 
 
 def test_the_printed_command_prepares_the_same(tmp_path):

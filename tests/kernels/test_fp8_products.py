@@ -59,46 +59,44 @@ def whole_numbers(rows: int, columns: int, scaling: str, dtype: torch.dtype = FO
     return Narrow(values, torch.exp2(torch.randint(-3, 4, (rows, 1) if scaling == "row" else (1, 1)).float()))
 
 
-def both_ways(left: Narrow, right: Narrow, monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, Tensor]:
+def both_ways(left: Narrow, right: Narrow, multiplies: Callable[[bool], None]) -> tuple[Tensor, Tensor]:
     """On tensor cores' terms, and emulated."""
     found = product(left, right, torch.bfloat16)
-    with monkeypatch.context() as patch:
-        patch.setattr(fp8, "multiplies_fp8", lambda device: False)
-        return found, product(left, right, torch.bfloat16)
+    multiplies(False)
+    return found, product(left, right, torch.bfloat16)
 
 
 @pytest.mark.parametrize("scaling", ["row", "tensor"])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_products_of_any_size_run_on_tensor_cores_and_give_what_emulated_ones_do(sizes, scaling, native, monkeypatch):
+def test_products_of_any_size_run_on_tensor_cores_and_give_what_emulated_ones_do(sizes, scaling, native, multiplies):
     m, k, n = sizes
     left, right = whole_numbers(m, k, scaling), whole_numbers(n, k, scaling)
-    found, expected = both_ways(left, right, monkeypatch)
+    found, expected = both_ways(left, right, multiplies)
     assert torch.equal(found, expected) and found.is_contiguous()
     assert native == [(m, fp8.multiple(k), fp8.multiple(n))]
 
 
 @pytest.mark.parametrize("scaling", ["row", "tensor"])
 @pytest.mark.parametrize("tokens", [1024, 1021, 15])
-def test_the_gradient_of_a_weight_sums_over_any_number_of_tokens(tokens, scaling, native, monkeypatch):
+def test_the_gradient_of_a_weight_sums_over_any_number_of_tokens(tokens, scaling, native, multiplies):
     """Its factors are turned, and those of rows have their scales in the other factor."""
     grads, given = (whole_numbers(tokens, width, scaling) for width in (48, 64))
     turned = [Narrow(one.values.t(), whole_numbers(one.values.shape[1], 1, scaling).scale) for one in (grads, given)]
-    found, expected = both_ways(turned[0], turned[1], monkeypatch)
+    found, expected = both_ways(turned[0], turned[1], multiplies)
     assert torch.equal(found, expected)
     assert native == [(48, fp8.multiple(tokens), 64)]
 
 
 @pytest.mark.parametrize("scaling", ["row", "tensor"])
-def test_all_three_products_of_a_layer_run_on_tensor_cores_whatever_the_length(scaling, native):
+def test_all_three_products_of_a_layer_run_on_tensor_cores_whatever_the_length(scaling, native, multiplies):
     found = []
     for is_native in (True, False):
         torch.manual_seed(0)
         hidden = torch.randn(1, 61, 64, dtype=torch.bfloat16).requires_grad_()
         weight = torch.randn(48, 64, dtype=torch.bfloat16).requires_grad_()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(fp8, "multiplies_fp8", lambda device, has=is_native: has)
-            (out,) = fp8_linear(hidden, [weight], [], scaling)
-            out.backward(torch.randn(1, 61, 48, dtype=torch.bfloat16))
+        multiplies(is_native)
+        (out,) = fp8_linear(hidden, [weight], [], scaling)
+        out.backward(torch.randn(1, 61, 48, dtype=torch.bfloat16))
         assert hidden.grad is not None and weight.grad is not None
         found.append((out.detach(), hidden.grad, weight.grad))
     assert sorted(native) == sorted([(61, 64, 48), (61, 48, 64), (48, 64, 64)])

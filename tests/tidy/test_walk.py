@@ -9,14 +9,13 @@ from types import FrameType
 from typing import Any
 
 import pytest
+from stand_ins import made_up_peak
 from tidy.sources import PACKAGE, ROOT
 from train.small_runs import make_corpus, small_run
 
 from ultrascale.cli.main import main
 from ultrascale.config.resolve import to_toml
 from ultrascale.description.run import Checkpoint, Optimizer
-from ultrascale.measure.machine import ceilings as machine
-from ultrascale.measure.machine.ceilings import Peak
 
 STATION = re.compile(r"^\d+\. `([\w.]+)`", re.MULTILINE)
 
@@ -58,8 +57,7 @@ def calls(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     file = folder / "run.toml"
     once = {"steps": 1, "optimizer": Optimizer(warmup_steps=0), "checkpoint": Checkpoint(every_steps=1, export=False)}
     file.write_text(to_toml(small_run(folder, **once)))  # of two steps the second would lend its order to the first
-    with pytest.MonkeyPatch.context() as patch:  # or a large product would be timed
-        patch.setattr(machine, "peak_flops", lambda *arguments: Peak(1e10, "made up"))
+    with made_up_peak():  # or a large product would be timed
         return calls_of(file)
 
 

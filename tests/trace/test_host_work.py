@@ -7,6 +7,7 @@ waiting for its host: the norm of the gradient in pieces of 65,536 elements was 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -14,13 +15,12 @@ import pytest
 import torch
 from agree.layouts import EXPERTS, MODEL
 from agree.traced import run_of
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ultrascale.description.architecture.model import Model
 from ultrascale.description.layout import Layout
 from ultrascale.description.run import Optimizer
 from ultrascale.trace.rank import trace_rank
-from ultrascale.trace.recording.recorder import Recorder
-from ultrascale.trace.views import lines
 
 BF16 = Layout(precision="bf16")
 LAYOUTS = {
@@ -30,20 +30,24 @@ LAYOUTS = {
 WIDER = 16
 
 
-@pytest.fixture
-def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Every operation of a trace from now on, by name; of one on a list of tensors each of them."""
-    found: Counter[str] = Counter()
-    plain, is_code = Recorder.__torch_dispatch__, lines.is_code
+class Counting(TorchDispatchMode):
+    """Counts operations by name, beneath the recorder; of one on a list of tensors each of them."""
 
-    def counting(self: Recorder, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         sizes = [len(one) for one in args if isinstance(one, (list, tuple)) and one and isinstance(one[0], torch.Tensor)]
-        found[str(func)] += max(sizes, default=1)
-        return plain(self, func, types, args, kwargs)
+        self.found[str(func)] += max(sizes, default=1)
+        return func(*args, **(kwargs or {}))
 
-    monkeypatch.setattr(Recorder, "__torch_dispatch__", counting)
-    monkeypatch.setattr(lines, "is_code", lambda file: file != __file__ and is_code(file))
-    return found
+
+@pytest.fixture
+def counted() -> Iterator[Counter[str]]:
+    """Every operation of a trace from now on."""
+    with Counting() as counting:
+        yield counting.found
 
 
 def widened(model: Model) -> Model:

@@ -10,14 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from stand_ins import made_up_peak
 from train.small_runs import make_corpus, small_run, train_here, train_in_turn
 from train.test_resume_layouts import EXPERTS, TIED_MODEL
 
 from ultrascale.description.architecture.model import Model
 from ultrascale.description.layout import Layout
 from ultrascale.description.run import Batch, Evaluation, Optimizer, Run, Source
-from ultrascale.measure.machine import ceilings as machine
-from ultrascale.measure.machine.ceilings import Peak
 
 LENGTH, SEQUENCES, STEPS = 11, 4, 4
 DENSE_LAYOUTS = {
@@ -45,8 +44,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("axes")
     make_corpus(folder / "tokens")
     make_corpus(folder / "held-out", seed=9)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(machine, "peak_flops", lambda *arguments: Peak(1e10, "made up"))
+    with made_up_peak():
         yield folder
 
 

@@ -67,10 +67,8 @@ def test_two_ranks_estimate_what_one_does_and_a_resumed_run_goes_on_with_it(home
     assert found == pytest.approx(expected, rel=1e-9)
 
 
-def test_a_step_gives_it_the_mean_square_of_micro_batches_and_the_harmonic_mean_of_their_targets(monkeypatch):
+def test_a_step_gives_it_the_mean_square_of_micro_batches_and_the_harmonic_mean_of_their_targets():
     """Micro-batches of very uneven numbers of targets, each by itself in another decoder."""
-    given: dict[str, float] = {}
-    monkeypatch.setattr(NoiseScale, "update", lambda scale, **numbers: given.update(numbers))
     log = Log(memory_steps=0, gradient_noise_scale=True)
     run = Run(MODEL, device="cpu", layout=Layout(precision="fp64"), batch=Batch(11, 5), log=log)
     loader = RandomDocuments(sequence_length=11, vocab_size=MODEL.vocab_size, seed=1)
@@ -85,10 +83,13 @@ def test_a_step_gives_it_the_mean_square_of_micro_batches_and_the_harmonic_mean_
         squares.append(float((gradient / part.num_targets).square().sum()))
         gradients.append(gradient)
     assert min(counts) * 2 < max(counts)
-    assert given == pytest.approx({
-        "small_square": np.mean(squares), "small_tokens": 1 / np.mean(1 / np.array(counts)),
-        "big_square": float((torch.stack(gradients).sum(0) / sum(counts)).square().sum()), "big_tokens": sum(counts),
-    }, rel=1e-9)  # fmt: skip
+    expected = NoiseScale()
+    expected.update(
+        small_square=float(np.mean(squares)), small_tokens=float(1 / np.mean(1 / np.array(counts))),
+        big_square=float((torch.stack(gradients).sum(0) / sum(counts)).square().sum()), big_tokens=sum(counts),
+    )  # fmt: skip
+    assert trainer.noise_scale is not None
+    assert trainer.noise_scale.state() == pytest.approx(expected.state(), rel=1e-9)
 
 
 def known(run: Run) -> dict[int, float]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from train.small_runs import make_corpus, small_run
+from train.small_runs import before_each_step, make_corpus, small_run
 
 from ultrascale.data.loader import Loader
 from ultrascale.description.layout import Layout
@@ -21,6 +21,7 @@ from ultrascale.measure.step.categories import AXES, CATEGORIES
 from ultrascale.measure.step.spans import read_trace
 from ultrascale.models.decoder import Decoder
 from ultrascale.train.observers.profile import profile_run
+from ultrascale.train.trainer import Trainer
 
 FIRST, LAST = 4, 5
 SLEEP = {"reading": 0.1, "rank 1": 2.0}
@@ -132,19 +133,11 @@ def test_recomputation_is_chosen_as_training_chooses_it(corpus, tmp_path):
     assert report is not None and report.facts["layout"]["recompute"] == "blocks"
 
 
-def test_recomputed_blocks_are_told_apart_and_the_trainer_is_left_as_it_was(corpus, tmp_path, monkeypatch):
-    from ultrascale.train.start import aside
-
-    kept = []
-    trainer_of = aside.Trainer
-
-    def keep(*arguments: Any, **options: Any) -> Any:
-        kept.append(trainer_of(*arguments, **options))
-        return kept[-1]
-
-    monkeypatch.setattr(aside, "Trainer", keep)
+def test_recomputed_blocks_are_told_apart_and_the_trainer_is_left_as_it_was(corpus, tmp_path):
+    kept: list[Trainer] = []
     run = profiled(corpus, "again", recompute="full", micro_batch_size=4)
-    report = profile_run(run, FIRST, FIRST, tmp_path)
+    with before_each_step(kept.append):
+        report = profile_run(run, FIRST, FIRST, tmp_path)
     assert report is not None and report.measured("recomputation") > 0
     assert set(report.planned) == {"matrix products", "attention", "recomputation"}
     attention = next(module for module in kept[0].decoder.modules() if hasattr(module, "core"))

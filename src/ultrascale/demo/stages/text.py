@@ -23,9 +23,15 @@ LARGEST_BYTES = 40_000_000
 long."""
 
 
-def library_folder(folder: Path | None = None) -> Path:
-    """Folder of this Python's standard library, or `folder`. Raises DemoError if its sources are missing."""
-    folder = folder or Path(sysconfig.get_path("stdlib"))
+def library_folder() -> Path:
+    """Folder of this Python's standard library. Raises DemoError if its sources are missing."""
+    folder = Path(sysconfig.get_path("stdlib"))
+    expect_library(folder)
+    return folder
+
+
+def expect_library(folder: Path) -> None:
+    """Raises DemoError unless `folder` has the sources of a standard library, and little else."""
     try:
         files = find_files([folder], glob=GLOB, exclude=EXCLUDED)
     except DataError as error:
@@ -39,7 +45,6 @@ def library_folder(folder: Path | None = None) -> Path:
             f"{folder} holds {size / 1e6:.0f} MB of {GLOB} files, where a standard library has about 10. "
             "Start the demo with another Python, whose library holds nothing else."
         )
-    return folder
 
 
 def prepare_library(
