@@ -1,5 +1,5 @@
 """Disks that are full, fail, or are slow: all ranks are told the same, nothing half-done is found, and what may pass is waited
-out. Each kind of fault has a bug planted beside it, which its test must see."""
+out."""
 
 import errno
 import json

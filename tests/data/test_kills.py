@@ -20,7 +20,6 @@ from data.little_text import recipe
 from train.small_runs import curve, make_corpus, same, small_run, state, train_here
 
 from ultrascale import data
-from ultrascale.data import indexed
 from ultrascale.data.files import PARTIAL
 from ultrascale.data.indexed import ShardWriter
 from ultrascale.data.manifest import load_manifest
@@ -173,17 +172,6 @@ def test_nothing_gets_its_name_before_its_bytes_are_on_disk_nor_a_manifest_befor
     tmp_path, source, tokenizer, monkeypatch
 ):
     assert names_given_too_early(monkeypatch, lambda: prepare_here(source, tmp_path / "out", tokenizer)) == []
-
-
-@pytest.mark.catalogue(58)
-@pytest.mark.parametrize("forgotten", ["bytes", "names"])
-def test_control_a_forgotten_fsync_is_caught(tmp_path, source, tokenizer, monkeypatch, forgotten):
-    if forgotten == "bytes":
-        monkeypatch.setattr(indexed, "_make_durable", lambda file: file.close())
-    else:
-        monkeypatch.setattr(preparing, "make_names_durable", lambda folder: None)
-    wrong = names_given_too_early(monkeypatch, lambda: prepare_here(source, tmp_path / "out", tokenizer))
-    assert ("shard-00000.bin" if forgotten == "bytes" else "out/") in wrong
 
 
 def _train(point: str, home: Path, steps_between: int) -> None:

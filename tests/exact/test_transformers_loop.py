@@ -13,14 +13,10 @@ from ultrascale.catalogue.models.model_presets import PRESETS
 from ultrascale.check.cases import cases
 from ultrascale.check.compare import Verdict
 from ultrascale.check.matrix import FAMILIES
-from ultrascale.check.oracle import reference
 from ultrascale.check.prove import prove_all
 from ultrascale.cli.main import main
-from ultrascale.description.architecture.weights import Weight
 from ultrascale.description.layout import Layout
 from ultrascale.description.run import Optimizer, Run
-from ultrascale.models import norms
-from ultrascale.train import step
 
 pytest.importorskip("transformers")
 from ultrascale.check.oracle.transformers_loop import comparable, learning_rates, tolerance_of
@@ -53,31 +49,6 @@ def test_a_dense_family_and_one_with_experts_train_as_in_a_plain_loop_of_transfo
 @pytest.mark.nightly
 def test_every_family_trains_as_in_a_plain_loop_of_transformers():
     expect_equal(proven({preset: {"dp": 2, "zero_stage": 3} for preset in FAMILIES}))
-
-
-def wrong_rate(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (step, reference):
-        rate = module.learning_rate
-        monkeypatch.setattr(module, "learning_rate", lambda optimizer, at, steps, rate=rate: rate(optimizer, at + 1, steps))
-
-
-def wrong_decay(monkeypatch: pytest.MonkeyPatch) -> None:
-    decays = property(lambda weight: len(weight.shape) > 1 and weight.part != "embedding", lambda weight, value: None)
-    monkeypatch.setattr(Weight, "decay", decays)
-
-
-def wrong_norm(monkeypatch: pytest.MonkeyPatch) -> None:
-    norm = norms.rms_norm
-    monkeypatch.setattr(norms, "rms_norm", lambda x, weight, eps: norm(x, weight, 2 * eps))
-
-
-@pytest.mark.parametrize("fault", [wrong_rate, wrong_decay, wrong_norm])
-def test_what_the_proofs_own_reference_shares_is_seen_by_transformers_alone(fault, monkeypatch):
-    fault(monkeypatch)
-    layouts = {"tiny-llama": {"dp": 2}}
-    assert proven(layouts, against=None)["tiny-llama"].holds
-    verdict = proven(layouts)["tiny-llama"]
-    assert verdict.beyond and max(difference.error for difference in verdict.beyond) > 1e-6
 
 
 def test_a_run_is_compared_without_what_transformers_has_not_and_that_is_said():

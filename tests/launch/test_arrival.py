@@ -29,7 +29,6 @@ from ultrascale.parallel import arrival
 from ultrascale.parallel.mesh import Mesh
 from ultrascale.torch_private import PrefixStore
 from ultrascale.train.session import begin as joined
-from ultrascale.train.step import Step
 from ultrascale.train.trainer import Trainer
 
 COPIES = Layout(dp=2, zero_stage=2, micro_batch_size=2)
@@ -102,13 +101,6 @@ def test_in_a_store_that_outlives_attempts_each_has_a_name_of_its_own_on_all_ran
     assert [len(of_one) for of_one in names] == [1] * 4 and len(set().union(*names)) == 4
 
 
-@pytest.mark.catalogue(4)
-def test_control_ranks_that_take_the_name_they_find_take_that_of_an_earlier_attempt(monkeypatch):
-    monkeypatch.setattr(arrival, "_follow", lambda store, rank, world, deadline: store.get(arrival._NAME).decode())
-    monkeypatch.setattr(arrival, "_word", lambda store, rank, name: "")
-    fails(test_in_a_store_that_outlives_attempts_each_has_a_name_of_its_own_on_all_ranks)
-
-
 # --- the store ---------------------------------------------------------------------------------------------------------------
 
 
@@ -165,41 +157,42 @@ def test_a_store_that_goes_away_before_the_ranks_have_met_ends_all_of_them_at_on
     assert all("lost the store of the rendezvous" in one["text"] for one in found)
 
 
-def test_attempts_after_one_that_gave_up_are_refused_with_its_words(monkeypatch):
-    store = TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
-    monkeypatch.setattr(arrival, "_lent", None)
-    arrival._expect_wanted(store)
-    arrival.give_up("the run's folder was removed")
-    with pytest.raises(arrival.GivenUpError, match="not started again: the run's folder was removed"):
-        arrival._expect_wanted(store)
+def give_up_at_the_second(rendezvous: str, port: int, number: int) -> str:
+    """What ends an attempt whose store an agent lends, empty if nothing does; the second asks for no other."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    try:
+        arrival.meet("env://", 0, 1, timedelta(seconds=60))
+    except arrival.GivenUpError as error:
+        return str(error)
+    if number == 2:
+        arrival.give_up("the run's folder was removed")
+    return ""
+
+
+def test_attempts_after_one_that_gave_up_are_refused_with_its_words():
+    with store_elsewhere() as (port, _):
+        found = [run_forked(1, give_up_at_the_second, port, number) for number in (1, 2, 3)]
+    assert found == [[""], [""], ["this run: not started again: the run's folder was removed"]]
 
 
 @pytest.mark.catalogue(22)
-def test_control_ranks_that_are_blamed_for_the_store_are_seen(run, monkeypatch):
-    monkeypatch.setattr(arrival, "_why_missing", lambda store, world, timeout: "waited for rank 1 of 2, which did not start")
-    fails(test_a_store_that_goes_away_before_the_ranks_have_met_ends_all_of_them_at_once_and_is_named, run)
-
-
-@pytest.mark.catalogue(22)
-def test_ranks_that_have_met_need_the_store_no_more(run):
+def test_ranks_that_have_met_need_the_store_no_more(run, before_step=lambda trainer: None):
     calm = replace(run, name="calm")
     train_ranks(calm)
     with store_elsewhere() as (port, pid):
-        kill = at_step(1, lambda trainer: kill_and_wait(pid), rank=0)
-        assert run_forked(2, train_with_store, run, port, kill) == [{"steps_done": 4}] * 2
+
+        def kill_first(trainer: Trainer) -> None:
+            if trainer.steps_done == 1 and trainer.ranks.is_first:
+                kill_and_wait(pid)
+            before_step(trainer)
+
+        assert run_forked(2, train_with_store, run, port, kill_first) == [{"steps_done": 4}] * 2
     assert curve(run) == curve(calm) and same(state(run), state(calm))
     assert Path(run.folder, run.name, "checkpoints").exists()
 
 
 @pytest.mark.catalogue(22)
-def test_control_ranks_that_first_meet_in_a_step_need_the_store_in_it(run, monkeypatch):
+def test_control_ranks_that_first_meet_in_a_step_need_the_store_in_it(run):
     """As groups do that are made, or connected, at first use."""
-    compute = Trainer.compute_gradients
-
-    def meet_again(trainer: Trainer) -> Step:
-        if trainer.steps_done == 2:
-            dist.new_group(backend="gloo")
-        return compute(trainer)
-
-    monkeypatch.setattr(Trainer, "compute_gradients", meet_again)
-    fails(test_ranks_that_have_met_need_the_store_no_more, run, told="error")
+    meet_again = at_step(2, lambda trainer: dist.new_group(backend="gloo"))
+    fails(test_ranks_that_have_met_need_the_store_no_more, run, meet_again, told="error")

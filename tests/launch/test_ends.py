@@ -130,15 +130,6 @@ def test_what_a_rank_said_of_its_own_mistake_is_the_cause_that_is_kept(tmp_path)
     assert found.explained and found.reason == "rank 1 failed: step 3 (rank 1): loss is not finite"
 
 
-@pytest.mark.catalogue(6, 7)
-@pytest.mark.parametrize("case", ["segmentation fault", "abort"])
-def test_control_who_ends_first_by_the_clock_is_not_who_failed_first(tmp_path, monkeypatch, case):
-    """Torch's own order: the agent looks ten times a second, and a rank that lost another may be seen before it."""
-    by_time = lambda items, key: sorted(items, key=lambda item: item[1].timestamp)  # noqa: E731
-    monkeypatch.setattr(local, "sorted", by_time, raising=False)
-    fails(test_what_ended_the_first_rank_is_named_for_what_it_is_and_tried_again, tmp_path, *ENDS[case], told="rank 0 failed")
-
-
 def test_of_a_rank_that_a_signal_ended_it_is_told_where_it_was(tmp_path):
     heart = HeartbeatWriter(tmp_path, 1, hang_seconds=1)
     heart.beat("backward")

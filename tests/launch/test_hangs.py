@@ -10,13 +10,10 @@ import subprocess
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import TextIO
 
 import pytest
 import torch
@@ -31,7 +28,6 @@ from ultrascale.description.run import Faults
 from ultrascale.heartbeat import Collective, Heartbeat
 from ultrascale.launch.forked import RankFailed
 from ultrascale.launch.watchdog import STACK_SIGNAL, Hang, disagreement, innermost_line, judge, watch
-from ultrascale.parallel import lost
 from ultrascale.parallel.mesh import Ranks
 from ultrascale.train.trainer import Trainer
 from ultrascale.train.watch.signs_of_life import FOLDER_VARIABLE
@@ -214,17 +210,6 @@ def test_a_rank_whose_interpreter_is_locked_is_named_although_none_of_its_thread
     assert "did not come to where rank 0 waited in a sum over all ranks (train/step.py:" in found.reason
 
 
-@pytest.mark.catalogue(19)
-def test_control_a_stack_that_python_writes_is_not_written_where_the_interpreter_is_locked(folder, monkeypatch):
-    def register(number: int, *, file: TextIO, all_threads: bool) -> None:
-        signal.signal(number, lambda number, frame: traceback.print_stack(frame, file=file))
-
-    in_python = SimpleNamespace(register=register, unregister=lambda number: None)
-    monkeypatch.setattr("ultrascale.train.watch.signs_of_life.faulthandler", in_python)
-    test = test_a_rank_whose_interpreter_is_locked_is_named_although_none_of_its_threads_runs
-    fails(test, folder, told=r"train/loop\.py")
-
-
 @pytest.mark.catalogue(18)
 def test_a_rank_that_skips_a_collective_is_named_with_where_it_went_instead(folder):
     found = hang(folder, at_step(3, skip_a_collective, rank=1))
@@ -247,13 +232,6 @@ def test_a_collective_of_another_shape_is_told_although_gloo_aborts_the_process(
     first, second = found[1].split(" differs: ")[1].split(", rank 1 came to ")
     assert first.startswith("rank 0 came to a sum over all ranks of int64[2] (train/step.py:")
     assert second.startswith("a sum over all ranks of int64[3] (train/loop.py:")
-
-
-@pytest.mark.catalogue(18)
-def test_control_collectives_noted_without_their_shape_are_all_alike(folder, monkeypatch):
-    named = lost._named
-    monkeypatch.setattr(lost, "_named", lambda what, group, tensor: named(what, group, None))
-    fails(test_a_collective_of_another_shape_is_told_although_gloo_aborts_the_process, folder)
 
 
 @pytest.mark.catalogue(17)

@@ -18,7 +18,6 @@ from typing import Any
 import psutil
 import pytest
 from launch.families import PATIENCE, fork_server_of, launched, left_behind, ranks_of, says_what_rank_0_met, wait_until
-from planted import fails
 from torch.distributed.elastic.multiprocessing import SignalException
 from train.small_runs import curve, make_corpus, same, small_run, state, stop_at, train_ranks, whole_rows
 
@@ -26,7 +25,7 @@ from ultrascale.checkpoint import newest_valid
 from ultrascale.config.resolve import resolve, to_toml
 from ultrascale.description.layout import Layout
 from ultrascale.description.run import Checkpoint, Faults, Run
-from ultrascale.launch import local, restarts, stopping
+from ultrascale.launch import local, stopping
 from ultrascale.launch.local import Ending, launch_local
 from ultrascale.launch.restarts import account_of
 from ultrascale.launch.stopping import SAME_REQUEST_SECONDS, StopRequests, stop_signals_raise
@@ -275,31 +274,6 @@ def test_what_the_ranks_refuse_after_an_attempt_that_failed_is_a_failure_too(att
     ]  # fmt: skip
     (restart,) = account_of([{"event": "start", "time": 0.0, "step": 40}, *events]).restarts
     assert restart.failed_step == (before.step or 0)
-
-
-def count_no_step(patch: pytest.MonkeyPatch) -> None:
-    """The bug: where a run fails does not matter, only how often."""
-    patch.setattr(restarts, "MOST_AT_A_STEP", sys.maxsize)
-
-
-def count_nothing(patch: pytest.MonkeyPatch) -> None:
-    """The bug: the budget is a new one after each failure."""
-    patch.setattr(restarts.Budget, "left", property(lambda budget: budget.max_restarts))
-
-
-def see_no_progress(patch: pytest.MonkeyPatch) -> None:
-    """The bug: a run of weeks has the restarts of an hour."""
-    refusal = restarts.Budget.refusal
-    patch.setattr(restarts.Budget, "refusal", lambda budget, step, progress: refusal(budget, step, ""))
-
-
-@pytest.mark.catalogue(8, 9)
-@pytest.mark.parametrize(
-    "bug, case", [(count_no_step, "poison step"), (count_nothing, "budget"), (see_no_progress, "progress")]
-)
-def test_control_a_budget_that_counts_wrongly_is_seen(attempts_end, monkeypatch, bug, case):
-    bug(monkeypatch)
-    fails(test_a_run_is_started_again_only_where_that_may_help, attempts_end, *AGAIN[case])
 
 
 @pytest.mark.catalogue(8)

@@ -8,22 +8,17 @@ model, half an hour on two cores, and 7,249 of one with experts, which take hour
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
 import pytest
-import torch.distributed as dist
 from layouts.every_layout import DENSE, SPARSE, accepted, every_layout, reasons, run_of
-from torch import Tensor
 
 from ultrascale.catalogue.cluster import parse_cluster
 from ultrascale.check.prove import Case, prove_all
 from ultrascale.description.architecture.model import Model
 from ultrascale.description.layout import Layout
 from ultrascale.description.run import Run
-from ultrascale.parallel.tensor import tensor_ops
-from ultrascale.parallel.tensor.tensor_traffic import shard_lengths
 from ultrascale.plan.search.space import legal_layouts
 from ultrascale.plan.workload import Workload
 
@@ -75,17 +70,6 @@ def test_some_of_what_is_accepted_trains_a_step_to_the_result_of_one_process(nam
 )
 def test_all_of_what_is_accepted_trains_a_step_to_the_result_of_one_process(name, world, part):
     assert differences(accepted_of(name, world)[part :: PARTS[name][world]]) == []
-
-
-@pytest.mark.catalogue(61)
-def test_control_a_layout_that_computes_something_else_is_seen(monkeypatch):
-    def own_part_only(whole: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
-        return lambda: whole.split(shard_lengths(whole.shape[1], group), dim=1)[group.rank()].contiguous()
-
-    run = next(run for run in accepted_of("dense", 2) if run.layout.tp == 2)
-    monkeypatch.setattr(tensor_ops, "reduce_scatter_sequence", own_part_only)
-    (told,) = differences([run])
-    assert "gradient" in told or "loss" in told
 
 
 def searched(model: Model, count: int) -> list[Run]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import NamedTuple
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from torch import Tensor
 
 from ultrascale.check.oracle.gathered import gather, parts
 from ultrascale.description.layout import Layout
-from ultrascale.parallel.precision.fp8_history import AmaxHistory
 from ultrascale.work.fp8_slots import SLOT_BYTES, num_slots
 
 LIMIT = 1e-12
@@ -111,15 +109,3 @@ def test_all_scales_of_a_step_are_agreed_on_in_one_message() -> None:
     now, delayed = (run_ranks(2, sent, Case(MODEL, replace(layout, fp8_scaling=s)))[0] for s in ("tensor", "delayed"))
     assert delayed == {Key("all_reduce", (2, 1), "forward"): (1, SLOT_BYTES * num_slots(MODEL, layout))}
     assert sum(count for count, _ in now.values()) > 20
-
-
-def test_without_the_message_ranks_part() -> None:
-    case = Case(MODEL, Layout(precision="fp64", tp=2, micro_batch_size=2))
-    (first,) = run_ranks(1, steps, replace(case, layout=Layout(precision="fp64", micro_batch_size=2)), {}, 1)
-    left, right = run_ranks(2, deaf, case, first.history)
-    assert any(not torch.equal(table, right.history[name]) for name, table in left.history.items())
-
-
-def deaf(rank: int, case: Case, given: Tables) -> Found:
-    with patch.object(AmaxHistory, "agree", lambda history, world_size: None):
-        return steps(rank, case, given, 2)

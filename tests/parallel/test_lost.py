@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from models.families import EXPERT_FAMILIES, FAMILIES
-from planted import a_neighbour_is_blamed, fails
 from ranks import RankError, run_ranks
 from torch import nn
 
@@ -86,16 +85,6 @@ def test_when_a_rank_dies_the_other_names_it_and_what_it_waited_for(model, layou
     assert isinstance(gone, RankError) and gone.kind == "died"
     assert isinstance(said, str) and what in said
     assert "rank 0 waited for rank 1 in" in said or "(pipeline rank 1)" in said
-
-
-@pytest.mark.catalogue(24)
-@pytest.mark.parametrize("bug", ["bare", "a neighbour"])
-def test_control_what_gloo_says_of_a_lost_rank_and_a_neighbour_that_is_blamed_for_it_are_seen(monkeypatch, bug):
-    if bug == "bare":
-        monkeypatch.setattr("ultrascale.parallel.lost.LostRankError", RuntimeError)
-    else:
-        a_neighbour_is_blamed(monkeypatch)
-    fails(test_when_a_rank_dies_the_other_names_it_and_what_it_waited_for, "llama", Layout(tp=2), "a gather over tp")
 
 
 def test_a_rank_that_hangs_is_waited_for_as_long_as_the_timeout_of_collectives_and_no_longer(tmp_path):

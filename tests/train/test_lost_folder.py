@@ -17,7 +17,6 @@ from pathlib import Path
 import pytest
 from launch import test_torchrun as under_torchrun
 from launch.test_local import PATIENCE, events, launched, steps_logged, wait_until
-from planted import fails
 from train.small_runs import at_step, make_corpus, rows, same, small_run, state, stop_at, train_here, train_ranks
 from train.test_stop import make_loss_nan
 
@@ -108,15 +107,6 @@ def test_a_run_whose_folder_is_lost_stops_and_saves_elsewhere_on_all_ranks_and_s
     done = int(checkpoint.name.removeprefix("step-"))
     train_ranks(replace(run, name="calm"), before_step=stop_at(done))
     assert same(state(saved_at(place, run)), state(replace(run, name="calm")))
-
-
-@pytest.mark.catalogue(34)
-def test_control_a_run_that_does_not_look_after_its_folder_trains_on(home, monkeypatch):
-    monkeypatch.setattr(RunFolder, "lost", lambda folder: "")
-    lost = replace(long_run(home), steps=50)
-    monkeypatch.setitem(globals(), "long_run", lambda home: lost)
-    test = test_a_run_whose_folder_is_lost_stops_and_saves_elsewhere_on_all_ranks_and_says_where
-    fails(test, home, remove, "was removed while")
 
 
 def test_the_command_that_the_sentence_names_goes_on_to_the_same_bits(home):

@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from planted import fails
 from train.small_runs import at_step, small_run, train_here
 
 from ultrascale.catalogue.models.model_presets import preset
@@ -62,13 +60,6 @@ def test_a_run_in_which_a_rank_has_no_memory_left_compares_what_was_planned_trac
     assert f"ultrascale: error on rank 1: {explained(told['message'], 'train')[1]}" in capfd.readouterr().err
     rows = (home / "small" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(row)["step"] for row in rows] == [1, 2]
-
-
-@pytest.mark.catalogue(15)
-def test_control_memory_that_ran_out_without_an_explanation_is_seen(home, monkeypatch, capfd):
-    monkeypatch.setattr("ultrascale.train.loop.explained_out_of_memory", lambda run, rank, toml: nullcontext())
-    test = test_a_run_in_which_a_rank_has_no_memory_left_compares_what_was_planned_traced_and_measured_and_ends
-    fails(test, home, capfd, told="OutOfMemoryError")
 
 
 def test_memory_that_is_gone_before_the_first_step_is_told_in_the_same_way(home, monkeypatch):

@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from planted import fails, moments_are_forgotten
 from train.small_runs import (
     STEPS,
     BeforeStep,
@@ -28,8 +27,8 @@ from train.small_runs import (
 
 from ultrascale.data.loader import Loader
 from ultrascale.description.layout import Layout
-from ultrascale.description.progress import StepSpan, sequences_after, step_span
-from ultrascale.description.run import Batch, Run
+from ultrascale.description.progress import sequences_after
+from ultrascale.description.run import Run
 from ultrascale.launch.forked import RankFailed
 from ultrascale.launch.restarts import account_of
 from ultrascale.parallel.share import Share
@@ -89,18 +88,6 @@ def test_a_run_stopped_three_times_goes_on_to_the_same_bits(home):
     assert same(state(run), state(whole))
 
 
-@pytest.mark.catalogue(41)
-def test_control_data_that_begins_anew_with_every_start_is_seen(home, monkeypatch):
-    first: list[int] = []  # of this start: ranks are forked anew for each
-
-    def span(batch: Batch, step: int) -> StepSpan:
-        first.append(step)
-        return step_span(batch, step - first[0])
-
-    monkeypatch.setattr("ultrascale.train.step.step_span", span)
-    fails(test_a_run_stopped_three_times_goes_on_to_the_same_bits, home)
-
-
 @pytest.mark.catalogue(3)
 def test_all_ranks_killed_at_once_and_started_again_by_hand_go_on_to_the_same_bits(home):
     whole, run = (small_run(home, name=name, layout=LAYOUTS["zero 2"]) for name in ("whole", "killed"))
@@ -110,12 +97,6 @@ def test_all_ranks_killed_at_once_and_started_again_by_hand_go_on_to_the_same_bi
         train_ranks(run, before_step=at_step(7, lambda trainer: os.kill(os.getpid(), signal.SIGKILL)))
     train_ranks(run)
     assert curve(run) == curve(whole) and same(state(run), state(whole))
-
-
-@pytest.mark.catalogue(3)
-def test_control_moments_that_a_restart_forgets_are_seen(home, monkeypatch):
-    moments_are_forgotten(monkeypatch)
-    fails(test_all_ranks_killed_at_once_and_started_again_by_hand_go_on_to_the_same_bits, home)
 
 
 def test_a_run_killed_between_checkpoints_does_its_steps_again_and_each_stands_once_in_the_metrics(home):

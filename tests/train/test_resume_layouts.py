@@ -10,7 +10,6 @@ import pytest
 import torch
 from models.families import FAMILIES
 from models.test_huggingface import random_decoder, state_of
-from planted import fails
 from train.small_runs import (
     MODEL,
     BeforeStep,
@@ -33,7 +32,6 @@ from ultrascale.description.layout import Layout
 from ultrascale.description.run import Optimizer, Run
 from ultrascale.models.files.huggingface import export_folder, import_folder
 from ultrascale.models.generate import Sampling, generate
-from ultrascale.train import trainer as trainer_module
 from ultrascale.train.folder import resume
 from ultrascale.train.start.trained import import_as_first_checkpoint, open_trained
 
@@ -117,21 +115,6 @@ def test_a_run_stopped_on_any_axis_goes_on_to_the_same_bits(home, case):
     assert same(state(run), state(whole))
 
 
-@pytest.mark.catalogue(40)
-def test_control_updates_that_are_counted_anew_after_a_stop_are_seen(home, monkeypatch):
-    """AdamW divides by what follows from their number."""
-    monkeypatch.setattr("ultrascale.train.folder.resume.set_steps_done", lambda optimizer, steps: None)
-    fails(test_a_run_stopped_on_any_axis_goes_on_to_the_same_bits, home, "tp")
-
-
-@pytest.mark.catalogue(54)
-def test_control_runs_that_draw_other_numbers_are_seen(home, monkeypatch):
-    """On each rank the second run has another seed."""
-    seeds, build = iter(range(9)), trainer_module.build_share
-    monkeypatch.setattr(trainer_module, "build_share", lambda *places, **how: build(*places, **how | {"seed": next(seeds)}))
-    fails(test_a_run_stopped_on_any_axis_goes_on_to_the_same_bits, home, "tp")
-
-
 def test_a_run_cut_by_tensors_and_stages_is_exported_and_generates(home):
     run = run_of(home, TIED_MODEL, replace(ONE, tp=2, pp=2), "cut", steps=2, optimizer=Optimizer(warmup_steps=1))
     train_ranks(replace(run, checkpoint=replace(run.checkpoint, export=True)))
@@ -179,34 +162,9 @@ def test_weights_are_taken_from_an_export_that_does_not_keep_a_value_without_eff
 # --- planted faults -------------------------------------------------------------------------------------------------------
 
 
-def moment_of_the_other_half(shard, tensor):
-    """Tensor-parallel ranks each give their moments the other's place; weights are where they belong."""
-    other = tuple(
-        0 if size == whole else whole - size - first
-        for first, size, whole in zip(shard.weight_shard.offsets, shard.weight_shard.shape, shard.weight.shape, strict=True)
-    )
-    is_weight = tensor.untyped_storage().data_ptr() == shard.parameter.untyped_storage().data_ptr()
-    even = all(
-        2 * size == whole or size == whole for size, whole in zip(shard.weight_shard.shape, shard.weight.shape, strict=True)
-    )
-    return [Slice(tensor, shard.weight.shape, shard.weight_shard.offsets if is_weight or not even else other)]
-
-
 def everything_first(shard, tensor):
     """All ranks say that theirs is the first part."""
     return [Slice(tensor, shard.weight.shape, (0,) * len(shard.weight.shape))]
-
-
-@pytest.mark.catalogue(46)
-def test_control_moments_saved_at_another_place_than_their_weights_are_seen_after_a_change_of_layout(home, monkeypatch):
-    whole = run_of(home, MODEL, ONE, "whole", steps=3)
-    train_here(whole)
-    run = run_of(home, MODEL, replace(ONE, tp=2), "moved", steps=3)
-    monkeypatch.setattr(resume, "_slices", moment_of_the_other_half)
-    train_ranks(run, before_step=stop_at(2))
-    monkeypatch.undo()
-    train_ranks(replace(run, layout=ONE))
-    assert largest_error(state(run), state(whole)) > 1e-3
 
 
 def test_parts_that_all_claim_to_be_the_first_are_not_saved(home, monkeypatch):

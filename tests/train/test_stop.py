@@ -6,14 +6,12 @@ import json
 import os
 import signal
 import sys
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
 import pytest
 import torch
-from planted import a_neighbour_is_blamed, fails
 from train.small_runs import (
     STEPS,
     at_step,
@@ -29,15 +27,11 @@ from train.small_runs import (
 )
 
 from ultrascale.checkpoint import CheckpointError
-from ultrascale.data.loader import Loader
 from ultrascale.description.layout import Layout
 from ultrascale.description.problems import SpecError
 from ultrascale.models.decoder import Block
 from ultrascale.models.feed_forward import GatedMLP
-from ultrascale.parallel.mesh import Ranks
-from ultrascale.train.folder.run_folder import RunFolder
-from ultrascale.train.observers.anomalies import NonFiniteError, Norms
-from ultrascale.train.observers.metrics import Metrics
+from ultrascale.train.observers.anomalies import NonFiniteError
 from ultrascale.train.trainer import Trainer
 from ultrascale.train.worker import train_or_explain
 
@@ -72,41 +66,6 @@ def test_a_second_signal_within_seconds_is_the_same_wish(home):
 def send_two(trainer: Trainer) -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):
         os.kill(os.getpid(), number)
-
-
-@pytest.mark.catalogue(10)
-def test_control_a_signal_that_only_the_first_rank_minds_is_seen(home, monkeypatch):
-    def stop(trainer: Trainer) -> None:
-        trainer.stop_requested = trainer.ranks.is_first
-
-    monkeypatch.setattr(Trainer, "request_stop", stop)
-    fails(test_a_signal_to_some_rank_saves_on_all_at_the_same_step, home, 1, signal.SIGTERM, told="12, False")
-
-
-@pytest.mark.catalogue(10)
-def test_control_a_rank_that_leaves_without_asking_the_others_is_seen(home, monkeypatch):
-    agree = Trainer.agree_on_targets
-
-    def leave(trainer: Trainer, micro_batches: list) -> int:
-        if trainer.stop_requested:
-            os._exit(0)
-        return agree(trainer, micro_batches)
-
-    monkeypatch.setattr(Trainer, "agree_on_targets", leave)
-    fails(test_a_signal_to_some_rank_saves_on_all_at_the_same_step, home, 1, signal.SIGTERM)
-
-
-@pytest.mark.catalogue(12)
-def test_control_signals_that_are_not_taken_for_wishes_end_a_rank_without_a_save(home, monkeypatch):
-    monkeypatch.setattr("ultrascale.launch.stopping.STOP_SIGNALS", (signal.SIGTERM, signal.SIGINT))
-    test = test_a_signal_to_some_rank_saves_on_all_at_the_same_step
-    fails(test, home, 1, signal.SIGHUP, told="rank 1: was ended by SIGHUP")
-
-
-@pytest.mark.catalogue(12)
-def test_control_a_second_signal_that_is_taken_for_impatience_is_seen(home, monkeypatch):
-    monkeypatch.setattr("ultrascale.train.watch.deadline.SAME_REQUEST_SECONDS", -1.0)
-    fails(test_a_second_signal_within_seconds_is_the_same_wish, home, told="was ended by SIGHUP")
 
 
 def test_a_signal_is_a_good_end(home):
@@ -150,13 +109,6 @@ def test_a_gradient_that_is_not_finite_is_named_with_its_rank_and_where_it_began
     assert "rank 0" not in text and "loss" not in text
 
 
-@pytest.mark.catalogue(49)
-def test_control_a_report_taken_for_another_rank_s_is_seen(home, monkeypatch):
-    gather = Ranks.gather_text
-    monkeypatch.setattr(Ranks, "gather_text", lambda ranks, text: gather(ranks, text)[::-1])
-    fails(test_a_gradient_that_is_not_finite_is_named_with_its_rank_and_where_it_began, home, 0, told="rank 0: gradient of")
-
-
 def test_a_gradient_that_was_not_finite_once_points_at_the_machine(home):
     def once(trainer: Trainer) -> None:
         def spoil(gradient: torch.Tensor) -> torch.Tensor:
@@ -184,12 +136,6 @@ def test_nothing_changes_when_a_number_is_not_finite(home):
     trainer = seen["trainer"]
     assert same({n: p.detach() for n, p in trainer.decoder.named_parameters()}, seen["weights"])
     assert {float(s["step"]) for s in trainer.optimizer.state.values()} == {3.0} and trainer.steps_done == 3
-
-
-@pytest.mark.catalogue(49)
-def test_control_numbers_that_nobody_judges_are_seen(home, monkeypatch):
-    monkeypatch.setattr(Norms, "judge", lambda norms, loss, norm: "")
-    fails(test_nothing_changes_when_a_number_is_not_finite, home, told="DID NOT RAISE")
 
 
 @pytest.mark.catalogue(27)
@@ -271,19 +217,6 @@ def test_the_batch_cannot_change_on_the_way_even_if_changes_are_allowed(home, ch
     assert remedy in str(caught.value) and "--allow-changes" not in str(caught.value)
 
 
-@pytest.mark.catalogue(43)
-def test_control_settings_that_are_not_compared_are_seen(home, monkeypatch):
-    monkeypatch.setattr("ultrascale.train.folder.resume.differences", lambda before, now, defaults: [])
-    change = lambda run: replace(run, seed=4)  # noqa: E731
-    fails(test_what_decides_a_run_cannot_change_on_the_way_unless_asked_for, home, change, "seed", told="DID NOT RAISE")
-
-
-@pytest.mark.catalogue(44)
-def test_control_data_that_has_its_path_for_a_fingerprint_is_seen(home, monkeypatch):
-    monkeypatch.setattr(Loader, "fingerprint", lambda loader: str(home / "tokens"))
-    fails(test_other_data_in_the_same_place_is_refused_and_the_same_data_elsewhere_is_not, home, told="DID NOT RAISE")
-
-
 @pytest.mark.catalogue(44)
 def test_other_data_in_the_same_place_is_refused_and_the_same_data_elsewhere_is_not(home):
     run = small_run(home)
@@ -314,13 +247,6 @@ def test_a_full_disk_for_metrics_is_told_once_and_the_run_goes_on(home, capsys):
     assert checkpoints(run)[-1].name == "step-00000012"
 
 
-@pytest.mark.catalogue(26)
-def test_control_metrics_that_cannot_be_written_end_a_run_that_minds(home, monkeypatch, capsys):
-    monkeypatch.setattr(Metrics, "_try", lambda metrics, name, work: work())
-    with pytest.raises(OSError, match="No space left on device"):
-        test_a_full_disk_for_metrics_is_told_once_and_the_run_goes_on(home, capsys)
-
-
 @pytest.mark.catalogue(14)
 def test_two_processes_cannot_train_in_one_folder(home):
     run = small_run(home)
@@ -328,13 +254,6 @@ def test_two_processes_cannot_train_in_one_folder(home):
     seen = []
     train_here(run, before_step=at_step(3, lambda trainer: seen.append(train_ranks(run)[0])))
     assert seen[0].get("error") == "SpecError" and "another process is training in this folder" in seen[0]["text"]
-
-
-@pytest.mark.catalogue(14)
-def test_control_a_folder_that_nobody_owns_is_trained_in_by_two(home, monkeypatch):
-    for lock in ("owned", "commanded"):
-        monkeypatch.setattr(RunFolder, lock, lambda folder: nullcontext(folder))
-    fails(test_two_processes_cannot_train_in_one_folder, home)
 
 
 @pytest.mark.catalogue(6)
@@ -345,12 +264,6 @@ def test_rank_0_alone_failing_ends_the_others(home):
     first, second = train_ranks(run)
     assert first["error"] == "CheckpointError" and "checkpoints cannot be written here" in first["text"]
     assert second["error"] == "LostRankError" and "rank 1 waited for rank 0" in second["text"]
-
-
-@pytest.mark.catalogue(6)
-def test_control_a_rank_that_blames_itself_for_the_loss_of_another_is_seen(home, monkeypatch):
-    a_neighbour_is_blamed(monkeypatch)
-    fails(test_rank_0_alone_failing_ends_the_others, home, told="rank 1 waited for rank 0")
 
 
 @pytest.mark.parametrize(
