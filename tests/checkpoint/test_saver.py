@@ -275,27 +275,30 @@ def test_a_checkpoint_with_changed_bytes_takes_the_place_of_no_good_one(tmp_path
     assert after == [[10, 11, 12], [12, 13], [13, 14]]  # 11 goes with the last good one before it, 10
 
 
-@pytest.fixture
-def read_back(monkeypatch) -> list[str]:
-    """Names of the checkpoints that savers verify."""
-    read, verify = [], saver.verify
-    monkeypatch.setattr(saver, "verify", lambda folder, **how: read.append(folder.name) or verify(folder, **how))
-    return read
+def test_a_checkpoint_that_was_read_back_is_not_read_again(tmp_path):
+    """Damage that comes later is seen by whoever loads it: here the fourth counts although it has changed since."""
+    with Saver(tmp_path, keep=2) as saving:
+        for step in range(1, 5):
+            saving.save(step, {"w": torch.ones(2, 2)}, {})
+        flip_a_bit(tmp_path / "step-00000004")
+        saving.save(5, {"w": torch.ones(2, 2)}, {})
+    assert steps(tmp_path) == [4, 5]
 
 
-def test_each_checkpoint_is_read_back_once_before_it_counts(tmp_path, read_back):
-    save_many(0, tmp_path, 5, {"keep": 2})
-    assert read_back == [f"step-{step:08d}" for step in (3, 2, 4, 5)]
+def test_a_step_saved_again_is_read_back_again(tmp_path):
+    saves: list[Path] = []
 
+    def damage_the_third(folder: Path, ranks: object) -> None:
+        saves.append(folder)
+        if len(saves) == 3:
+            flip_a_bit(folder)
 
-def test_a_step_saved_again_is_read_back_again(tmp_path, read_back):
-    with Saver(tmp_path, keep=1) as saving:
+    with Saver(tmp_path, keep=1, published=damage_the_third) as saving:
         for step in (1, 2):
             saving.save(step, {"w": torch.ones(2, 2)}, {})
         (tmp_path / "step-00000000").mkdir()  # something to remove, so that the newest is looked at
-        read_back.clear()
-        saving.save(2, {"w": torch.zeros(2, 2)}, {})
-    assert read_back == ["step-00000002"]
+        with pytest.raises(CheckpointError, match=r"step-00000002/.*checksum is"):
+            saving.save(2, {"w": torch.zeros(2, 2)}, {})
 
 
 @pytest.mark.catalogue(38)

@@ -59,13 +59,14 @@ def meet_and_die(rendezvous: str, folder: str, dies: bool) -> list[float]:
 
 
 @pytest.mark.catalogue(4)
-def test_after_a_kill_ranks_meet_in_a_store_of_their_own(attempts_end):
+def test_after_a_kill_ranks_meet_in_a_store_of_their_own(attempts_end, one_for_all: Path | None = None):
     attempts: list[Any] = []
 
     def attempt(asked: local.Attempt, folder: Path, *others: object) -> Ending:
         attempts.append(None)
+        place = str(one_for_all or folder)
         try:
-            attempts[-1] = run_forked(asked.num_processes, meet_and_die, str(folder), len(attempts) == 1)
+            attempts[-1] = run_forked(asked.num_processes, meet_and_die, place, len(attempts) == 1)
         except RankFailed as error:
             return Ending(str(error))
         return Ending("")
@@ -78,10 +79,8 @@ def test_after_a_kill_ranks_meet_in_a_store_of_their_own(attempts_end):
 @pytest.mark.catalogue(4)
 def test_control_with_one_store_for_all_attempts_new_ranks_find_the_addresses_of_dead_ones(tmp_path, attempts_end, monkeypatch):
     """As torch's own agent has it (pytorch#135712)."""
-    monkeypatch.setattr(local, "folder_with_space", lambda *asked, **place: tmp_path)
-    monkeypatch.setattr(local, "shutil", SimpleNamespace(rmtree=lambda *folder, **how: None))
     monkeypatch.setitem(globals(), "LATE_SECONDS", 60.0)
-    fails(test_after_a_kill_ranks_meet_in_a_store_of_their_own, attempts_end, told="rank")
+    fails(test_after_a_kill_ranks_meet_in_a_store_of_their_own, attempts_end, one_for_all=tmp_path, told="rank")
 
 
 # --- what is named -----------------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ import pytest
 from data.little_text import lines, recipe
 from data.test_samples import arrow_of, mds_of, tar_of
 from hub_server import REPO
+from ranks import run_ranks
 from s3_server import BUCKET, Answer, Proxy
 from s3_server import Request as Asked
 from train.small_runs import MODEL, curve, same, small_run, state, train_here
@@ -32,6 +33,7 @@ from ultrascale.data.preparing.fetch import MARK, locked
 from ultrascale.data.preparing.prepare import prepare
 from ultrascale.data.tokenizer import load_tokenizer, train_tokenizer
 from ultrascale.description.run import Data, Source
+from ultrascale.failpoints import VARIABLE
 from ultrascale.storage import Store, open_store
 from ultrascale.storage.files import FileStore
 from ultrascale.train.folder.run_folder import RunFolder
@@ -233,11 +235,15 @@ def prepare_there(texts: Path, *inputs: str, **options: Any) -> Path:
     return there
 
 
-def killed(texts: Path, monkeypatch: pytest.MonkeyPatch, *inputs: str) -> Path:
-    """`OUTPUT.inputs` as a preparation leaves it that ends once it has everything."""
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(preparation, "_prepare", Mock(side_effect=KeyboardInterrupt))
-        prepare_there(texts, *inputs)
+def prepare_on_a_rank(rank: int, texts: Path, *inputs: str) -> None:
+    prepare_there(texts, *inputs)
+
+
+def killed(texts: Path, *inputs: str) -> Path:
+    """`OUTPUT.inputs` as a preparation leaves it that is killed at its first document, once it has everything."""
+    at = {VARIABLE: "shard.document:0:1"}
+    (outcome,) = run_ranks(1, prepare_on_a_rank, texts, *inputs, environment=at, failures="return")
+    assert outcome.kind == "died"
     return texts.parent / "there.inputs"
 
 
@@ -258,16 +264,16 @@ def test_a_folder_of_the_users_is_neither_written_nor_removed(texts: Path):
     assert [path.name for path in own.iterdir()] == ["notes"] and (own / "notes").read_text() == "mine"
 
 
-def test_what_was_brought_from_elsewhere_is_not_taken(texts: Path, monkeypatch: pytest.MonkeyPatch):
-    killed(texts, monkeypatch, "/two.jsonl")
+def test_what_was_brought_from_elsewhere_is_not_taken(texts: Path):
+    killed(texts, "/two.jsonl")
     there = prepare_there(texts, "/one.jsonl")
     assert len(documents(there)) == 20 and not (texts.parent / "there.inputs").exists()
     assert [file["file"] for file in Corpus(there).manifest.request["inputs"]] == [f"file://{texts}/one.jsonl"]  # pyright: ignore
 
 
 @pytest.mark.parametrize("change", ["removed", "replaced", "folder", "none"])
-def test_what_has_changed_in_the_store_is_brought_again(texts: Path, monkeypatch: pytest.MonkeyPatch, change: str):
-    own, two = killed(texts, monkeypatch), texts / "two.jsonl"
+def test_what_has_changed_in_the_store_is_brought_again(texts: Path, change: str):
+    own, two = killed(texts), texts / "two.jsonl"
     (held,) = own.rglob("two.jsonl")
     (held.parent / "left.jsonl.partial").write_text("{")
     content = two.read_text()
@@ -388,8 +394,8 @@ def test_a_place_that_holds_nothing_asked_for_is_told(texts: Path, request: pyte
     assert not (texts.parent / "there.inputs").exists()
 
 
-def test_one_preparation_brings_at_a_time(texts: Path, monkeypatch: pytest.MonkeyPatch):
-    own = killed(texts, monkeypatch)
+def test_one_preparation_brings_at_a_time(texts: Path):
+    own = killed(texts)
     with locked(own / MARK, texts), pytest.raises(DataError, match="there: is being prepared by another process"):
         prepare_there(texts)
     assert len(documents(prepare_there(texts))) == 40

@@ -25,14 +25,12 @@ from train.small_runs import (
     train_ranks,
 )
 
-from ultrascale.checkpoint import Slice
 from ultrascale.description.architecture.model import Model, RopeScaling
 from ultrascale.description.architecture.weights import score_biases
 from ultrascale.description.layout import Layout
 from ultrascale.description.run import Optimizer, Run
 from ultrascale.models.files.huggingface import export_folder, import_folder
 from ultrascale.models.generate import Sampling, generate
-from ultrascale.train.folder import resume
 from ultrascale.train.start.trained import import_as_first_checkpoint, open_trained
 
 ONE = Layout(precision="fp64")
@@ -157,19 +155,3 @@ def test_weights_are_taken_from_an_export_that_does_not_keep_a_value_without_eff
     found, _ = import_folder(folder)
     assert replace(found, name="") != model
     assert import_as_first_checkpoint(folder, small_run(home, model=model)).name == "step-00000000"
-
-
-# --- planted faults -------------------------------------------------------------------------------------------------------
-
-
-def everything_first(shard, tensor):
-    """All ranks say that theirs is the first part."""
-    return [Slice(tensor, shard.weight.shape, (0,) * len(shard.weight.shape))]
-
-
-def test_parts_that_all_claim_to_be_the_first_are_not_saved(home, monkeypatch):
-    run = run_of(home, MODEL, replace(ONE, tp=2), "first", steps=1)
-    run = replace(run, faults=replace(run.faults, digest_every_steps=None))  # which would see it before
-    monkeypatch.setattr(resume, "_slices", everything_first)
-    for outcome in train_ranks(run):
-        assert outcome["error"] == "CheckpointError" and "do not fit together" in outcome["text"]
