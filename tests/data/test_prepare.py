@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
@@ -17,7 +16,6 @@ import pytest
 from data.little_text import lines, recipe
 from tokenizers import Tokenizer
 
-from ultrascale.data import files, indexed
 from ultrascale.data.corpus import Corpus
 from ultrascale.data.files import DataError
 from ultrascale.data.preparing.inspect import verify_folder
@@ -85,30 +83,18 @@ def test_a_trained_tokenizer_sees_no_held_out_document(tmp_path):
     assert "apple" in vocabulary and not any("z" in token and len(token) > 1 for token in vocabulary)
 
 
-def test_a_run_that_fails_halfway_goes_on_to_the_undisturbed_result(tmp_path, source, tokenizer, monkeypatch):
+def test_a_run_that_fails_halfway_goes_on_to_the_undisturbed_result(tmp_path, source, tokenizer):
     prepare([source], output=tmp_path / "calm", recipe=recipe(tokenizer), workers=1)
-    finish, made = indexed.ShardWriter.finish, []
-
-    def failing(writer):
-        if len(made) == 4:
-            raise OSError(errno.ENOSPC, "No space left on device", str(writer.bin_path))
-        made.append(writer.bin_path)
-        with files.writing(writer.bin_path):
-            return finish(writer)
-
-    monkeypatch.setattr(indexed.ShardWriter, "finish", lambda writer: _as_data_error(failing, writer))
-    with pytest.raises(DataError, match=r"shard-00004\.bin: cannot be written: No space left .*finished shards are kept"):
+    in_the_way = tmp_path / "out" / "shard-00004.bin"
+    in_the_way.mkdir(parents=True)
+    with pytest.raises(DataError, match=r"shard-00004\.bin\S*: cannot be written: Is a directory.*finished shards are kept"):
         prepare([source], output=tmp_path / "out", recipe=recipe(tokenizer), workers=1)
+    in_the_way.rmdir()
+    made = sorted((tmp_path / "out").rglob("shard-*.bin"))
     kept = {path: path.stat().st_mtime_ns for path in made}
-    monkeypatch.undo()
     prepare([source], output=tmp_path / "out", recipe=recipe(tokenizer), workers=1)
     assert contents(tmp_path / "out") == contents(tmp_path / "calm")
-    assert {path: path.stat().st_mtime_ns for path in made} == kept
-
-
-def _as_data_error(function, writer):
-    with files.writing(writer.bin_path):
-        return function(writer)
+    assert len(made) >= 4 and {path: path.stat().st_mtime_ns for path in made} == kept
 
 
 def test_a_full_disk_is_an_error_that_names_the_file_and_leaves_no_half_shard(tmp_path, source, tokenizer):

@@ -1,16 +1,17 @@
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 from models.families import EXPERT_FAMILIES, GPT2, LLAMA
 from models.families import FAMILIES as DENSE_FAMILIES
+from operations import Operations
 from torch.nn import functional as F
 
 from ultrascale.catalogue.models.model_presets import PRESETS, preset
 from ultrascale.config.rules.trainable import untrainable_model
 from ultrascale.description.architecture.model import Model
 from ultrascale.description.architecture.weights import num_parameters, score_biases, weights
-from ultrascale.models import decoder as decoder_module
 from ultrascale.models.decoder import Decoder
 from ultrascale.models.initialise import initialise
 
@@ -153,21 +154,25 @@ def test_document_ids_with_a_cache_are_refused():
         build(model)(tokens, document_ids=torch.zeros_like(tokens), cache=Full())
 
 
+def dropped_by(model: Model, forward: Callable[[], object]) -> list[bytes]:
+    """The elements of [B, S, D] that each dropout of a forward pass drops, in the order of the pass."""
+    with Operations("masked_fill_") as fills:
+        forward()
+    masks = [mask for _, mask, *_ in fills.inputs if mask.dim() == 3 and mask.shape[-1] == model.hidden_size]
+    return [mask.numpy().tobytes() for mask in masks]
+
+
 @pytest.mark.parametrize(
     "model", [LLAMA, replace(EXPERT_FAMILIES["deepseek-v3"], num_nextn_predict_layers=2)], ids=["llama", "mtp"]
 )
-def test_no_two_places_of_a_model_drop_the_same_elements(model, monkeypatch):
+def test_no_two_places_of_a_model_drop_the_same_elements(model):
     """The embedding and both halves of every block, those that predict too; a stage numbers its blocks as the whole model."""
-    sites: list[int] = []
-    monkeypatch.setattr(decoder_module, "dropout", lambda x, rate, keys, site: sites.append(site) or x)
-    model = replace(model, dropout=0.1)
+    model = replace(model, dropout=0.5)
     tokens = tokens_of(model)
     keys = torch.zeros_like(tokens)
-    build(model)(tokens, targets=tokens.roll(-1, 1), dropout_keys=keys)
+    whole = dropped_by(model, lambda: build(model)(tokens, targets=tokens.roll(-1, 1), dropout_keys=keys))
     blocks = model.num_hidden_layers + model.num_nextn_predict_layers
-    assert len(sites) == len(set(sites)) == 1 + 2 * blocks
-    whole = sites.copy()
-    sites.clear()
+    assert len(whole) == len(set(whole)) == 1 + 2 * blocks
     last = Decoder(model, layers=range(1, model.num_hidden_layers), is_first=False).double()
-    last(torch.zeros(*tokens.shape, model.hidden_size).double(), targets=tokens, dropout_keys=keys)
-    assert sites == whole[3:]
+    inputs = torch.zeros(*tokens.shape, model.hidden_size).double()
+    assert dropped_by(model, lambda: last(inputs, targets=tokens, dropout_keys=keys)) == whole[3:]

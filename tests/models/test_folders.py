@@ -13,7 +13,6 @@ from models.families import LLAMA
 
 from ultrascale.description.architecture.weights import weights
 from ultrascale.description.problems import SpecError
-from ultrascale.models.files import folders
 from ultrascale.models.files.folders import FolderError
 from ultrascale.models.files.huggingface import export_folder
 
@@ -102,16 +101,22 @@ def test_what_overlaps_the_source_is_not_replaced(tmp_path, source, out, told):
     assert told in refusal(tmp_path / out, tmp_path, source=tmp_path / source)
 
 
-def test_what_comes_into_the_replaced_folder_meanwhile_is_not_lost(tmp_path, monkeypatch):
-    export(tmp_path / "hf")
-    publish = folders._publish
+class Meanwhile(dict[str, torch.Tensor]):
+    """Weights; while they are written beside `folder`, somebody puts notes into it."""
 
-    def publish_late(partial, folder, is_ours):
-        (folder / "notes.txt").write_text("mine")
-        publish(partial, folder, is_ours)
+    folder: Path
 
-    monkeypatch.setattr(folders, "_publish", publish_late)
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if len(list(self.folder.parent.iterdir())) > 1:
+            (self.folder / "notes.txt").write_text("mine")
+        return super().__getitem__(name)
+
+
+def test_what_comes_into_the_replaced_folder_meanwhile_is_not_lost(tmp_path):
     export(tmp_path / "hf")
+    weights = Meanwhile(STATE)
+    weights.folder = tmp_path / "hf"
+    export_folder(weights, LLAMA, tmp_path / "hf", overwrite=True)
     assert [path.read_text() for path in tmp_path.rglob("notes.txt")] == ["mine"]
 
 

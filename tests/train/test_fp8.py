@@ -17,7 +17,6 @@ from train.small_runs import same, small_run, state, stop_at, train_in_turn
 from ultrascale.config.resolve import resolve
 from ultrascale.description.layout import Layout
 from ultrascale.description.problems import SpecError
-from ultrascale.kernels.fp8 import fp8_linear as fp8_linear_module
 from ultrascale.kernels.fp8.fp8_linear import fp8_linear
 from ultrascale.kernels.fp8.fp8_matrices import FORWARD, GRADIENT, Scaling, narrow, product
 from ultrascale.models.decoder import Decoder
@@ -82,14 +81,8 @@ def test_gradients_of_one_scale_are_in_the_wide_format_and_of_a_scale_a_row_in_t
         assert FORWARD in seen and (GRADIENT in seen) == (scaling == "tensor")
 
 
-def test_products_of_blocks_are_in_fp8_and_nothing_else(monkeypatch):
-    seen: list[tuple[int, int]] = []
-    original = fp8_linear_module.product
-    monkeypatch.setattr(
-        fp8_linear_module, "product", lambda a, b, d: (seen.append((len(b.values), b.values.shape[1])), original(a, b, d))[1]
-    )
+def test_products_of_blocks_are_in_fp8_and_nothing_else():
     for kept in (0, 1):
-        seen.clear()
         share = build_share(
             replace(LLAMA, num_hidden_layers=4),
             Layout(precision="fp8", fp8_keep_blocks=kept),
@@ -97,10 +90,10 @@ def test_products_of_blocks_are_in_fp8_and_nothing_else(monkeypatch):
             seed=0,
         )
         tokens = torch.arange(8)[None]
-        with torch.no_grad():
+        with torch.no_grad(), Operations("scaled_product") as products:
             share.decoder(tokens, targets=tokens)
-        assert len(seen) == 7 * (4 - 2 * kept)
-        assert LLAMA.vocab_size not in {rows for rows, _ in seen}
+        assert len(products.inputs) == 7 * (4 - 2 * kept)
+        assert LLAMA.vocab_size not in {len(right) for _, _, right, *_ in products.inputs}
 
 
 @pytest.mark.parametrize("scaling, recompute", [("row", "none"), ("row", "selective"), ("tensor", "full")])
