@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,8 @@ import psutil
 import pytest
 import torch
 from launch.families import ended_after, says_what_rank_0_met
+from ranks import run_ranks
+from torch.distributed import TCPStore
 from train.small_runs import curve, make_corpus, same, small_run, state, stop_at, train_ranks, whole_rows
 
 from ultrascale.config.resolve import to_toml
@@ -25,10 +29,10 @@ from ultrascale.description.layout import Layout
 from ultrascale.description.problems import Problem, SpecError
 from ultrascale.description.run import Batch, Checkpoint, Run
 from ultrascale.heartbeat import HeartbeatWriter
+from ultrascale.parallel import arrival
 from ultrascale.parallel.mesh import Ranks
 from ultrascale.storage import MissingError, StorageError
 from ultrascale.train.folder.run_folder import RunFolder
-from ultrascale.train.start import attempts
 from ultrascale.train.start.attempts import ATTEMPT_FILE, _before, _folders, _reports_in, attempt, failure_of, was_refused
 from ultrascale.train.watch.signs_of_life import Signs
 
@@ -173,21 +177,35 @@ def away(error: Exception) -> DataError:
 SPOILT = DataError("tokens", "is 4 tokens, expected 11", "Prepare more text.")
 
 
+def attempt_and_meet_again(rank: int, folder: Path, error: Exception, has_begun: bool) -> str:
+    """What ranks are told that meet after an attempt that ended with `error`, in the store that an agent lends; empty if they
+    may train."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), arrival.LENT: "True"}
+    meet = partial(arrival.meet, "env://", 0, 1, timedelta(seconds=60))
+    meet()
+    ranks = Ranks(0, 1, torch.device("cpu"))
+    with pytest.raises(type(error)), attempt(RunFolder(folder), ranks, Signs(has_begun=has_begun)):
+        raise error
+    with attempt(RunFolder(folder), ranks, Signs()):
+        pass
+    try:
+        meet()
+    except arrival.GivenUpError as refusal:
+        return str(refusal)
+    return ""
+
+
 @pytest.mark.parametrize("error, has_begun, told", [
     (SpecError([Problem("seed", "is 4", "Set it back.")]), False, 0), (ValueError("no"), False, 1),
     (SPOILT, False, 0), (SPOILT, True, 1),
     (away(StorageError("the store does not answer")), False, 1), (away(MissingError("is not there")), False, 0),
 ])  # fmt: skip
-def test_a_start_that_was_refused_is_no_attempt_that_failed(tmp_path, error, has_begun, told, monkeypatch):
-    folder, ranks, given_up = RunFolder(tmp_path), Ranks(0, 1, torch.device("cpu")), []
-    monkeypatch.setattr(attempts, "give_up", given_up.append)
-    with pytest.raises(type(error)), attempt(folder, ranks, Signs(has_begun=has_begun)):
-        raise error
-    with attempt(folder, ranks, Signs()):
-        pass
+def test_a_start_that_was_refused_is_no_attempt_that_failed(tmp_path, error, has_begun, told):
+    (refusal,) = run_ranks(1, attempt_and_meet_again, tmp_path, error, has_begun)
     kept = tmp_path / "events.jsonl"
     assert len(kept.read_text().splitlines() if kept.exists() else []) == told
-    assert given_up == ([] if told else [str(error)])
+    assert refusal == ("" if told else f"this run: not started again: {error}")
 
 
 @pytest.mark.parametrize("other, refused", [
