@@ -29,6 +29,9 @@ from ultrascale.description.sections.launch import Kubernetes, Launch, SkyPilot,
 VAGUE_NAMES = {"utils", "util", "helpers", "helper", "manager", "base", "common", "misc"}
 HOUSE_WORDS = {"Cut", "fan_in", "fan_out", "found", "one", "own", "put_off", "tell", "told"}
 """Names that say nothing to a reader of the field, who wants to know what was found, and one what."""
+MOST_PATCHES = 110
+"""Places where tests replace an attribute of the product, or of what it stands on. Each holds a name rather than a behaviour:
+take another input, a real disk, store or process, or plant the bug in the source (`tests/mutations`)."""
 
 
 def test_every_folder_of_the_package_is_a_package_with_a_sentence_about_it():
@@ -102,3 +105,27 @@ def test_no_file_names_a_place_of_somebodys_own_machine():
     files = [*ROOT.glob("*.*"), *(path for folder in folders for path in folder.rglob("*"))]
     here = [path for path in files if path.suffix in {".py", ".md", ".toml"} and path.name != "test_source_rules.py"]
     assert [short(path) for path in here if own.search(path.read_text())] == []
+
+
+def is_patch(node: ast.AST) -> bool:
+    """Whether a node of the syntax tree is a call of `monkeypatch.setattr` or `mock.patch`, whatever they are called."""
+    name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+    return name.endswith(".setattr") or name.removeprefix("mock.") in ("patch", "patch.object")
+
+
+def test_tests_replace_no_more_attributes_than_they_did():
+    patches = [
+        f"{short(path)}:{getattr(node, 'lineno', 0)}"
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        for node in ast.walk(parsed(path))
+        if is_patch(node)
+    ]
+    assert len(patches) <= MOST_PATCHES, patches
+    calls = (
+        "monkeypatch.setattr(os, 'x', 1)",
+        "patch.object(os, 'x')",
+        "mock.patch('os.x')",
+        "dispatch(x)",
+        "setattr(self, 'x', 1)",
+    )
+    assert [is_patch(ast.parse(call, mode="eval").body) for call in calls] == [True, True, True, False, False]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from train.small_runs import MODEL, at_step, rows, same, small_run, state, stop_at, train_here, train_in_turn, train_ranks
 from train.test_resume_layouts import EXPERTS
 
+from ultrascale.check.faults.plants import PLANTS
 from ultrascale.check.oracle.documents import RandomDocuments
 from ultrascale.check.prove import Case, prove_all
 from ultrascale.check.small import provable
@@ -52,17 +55,12 @@ AXES = {
 }
 
 
-@pytest.fixture
-def scaled(monkeypatch) -> None:
-    """Trainers scale the loss from 1024 on, and twice as much after each step."""
-    post_init = Trainer.__post_init__
-
-    def with_scale(trainer: Trainer) -> None:
-        post_init(trainer)
-        trainer.loss_scale = DynamicScale(LossScale(initial=1024.0, growth_steps=1))
-        trainer.observers.insert(0, LossScaling(trainer))
-
-    monkeypatch.setattr(Trainer, "__post_init__", with_scale)
+@contextmanager
+def scaled(trainer: Trainer) -> Iterator[None]:
+    """Scales the loss from 1024 on, and twice as much after each step, where a fault would be planted."""
+    trainer.loss_scale = DynamicScale(LossScale(initial=1024.0, growth_steps=1))
+    trainer.observers.insert(0, LossScaling(trainer))
+    yield
 
 
 def cases() -> list[Case]:
@@ -71,12 +69,13 @@ def cases() -> list[Case]:
     for name, (model, layout) in AXES.items():
         run = provable(Run(model, steps=10, layout=Layout(**layout), optimizer=optimizer, batch=Batch(11, 4)))
         sequences = 4 * run.layout.dp
-        found.append(Case(name, replace(run, batch=Batch(11, sequences))))
+        found.append(Case(name, replace(run, batch=Batch(11, sequences)), fault="scaled"))
     return found
 
 
-def test_a_scale_that_doubles_each_step_changes_no_gradient_norm_or_weight_of_any_axis(scaled):
+def test_a_scale_that_doubles_each_step_changes_no_gradient_norm_or_weight_of_any_axis(monkeypatch):
     """In float64, where nothing overflows, against one process without a scale; gradients are clipped."""
+    monkeypatch.setitem(PLANTS, "scaled", scaled)
     for verdict in prove_all(cases(), steps=2):
         assert verdict.holds, verdict
 
