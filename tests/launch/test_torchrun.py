@@ -20,7 +20,7 @@ import pytest
 import torch
 from launch.families import ended_after, says_what_rank_0_met
 from ranks import run_ranks
-from torch.distributed import TCPStore
+from torch._C._distributed_c10d import TCPStore
 from train.small_runs import curve, make_corpus, same, small_run, state, stop_at, train_ranks, whole_rows
 
 from ultrascale.config.resolve import to_toml
