@@ -20,7 +20,7 @@ import pytest
 import torch.distributed as dist
 from planted import fails
 from torch._C._distributed_c10d import TCPStore
-from train.small_runs import BeforeStep, at_step, curve, make_corpus, same, small_run, state, train_here, train_ranks
+from train.small_runs import BeforeStep, curve, make_corpus, same, small_run, state, train_here, train_ranks
 
 from ultrascale.description.layout import Layout
 from ultrascale.description.run import Run
@@ -194,5 +194,9 @@ def test_ranks_that_have_met_need_the_store_no_more(run, before_step=lambda trai
 @pytest.mark.catalogue(22)
 def test_control_ranks_that_first_meet_in_a_step_need_the_store_in_it(run):
     """As groups do that are made, or connected, at first use."""
-    meet_again = at_step(2, lambda trainer: dist.new_group(backend="gloo") and None)
+
+    def meet_again(trainer: Trainer) -> None:
+        if trainer.steps_done == 2:
+            dist.new_group(backend="gloo")
+
     fails(test_ranks_that_have_met_need_the_store_no_more, run, meet_again, told="error")
