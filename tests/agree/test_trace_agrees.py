@@ -310,3 +310,23 @@ def test_documents_told_by_their_ends_are_planned_without_a_mask_and_with_one_wh
     ran = {block.what for block in trace_rank(run, 0).blocks if "_attention" in block.what and "." not in block.what}
     one_kernel = "_flash_attention_forward" if core == "auto" else "_scaled_dot_product_efficient_attention"
     assert {name for name in ran if "backward" not in name} == {one_kernel}
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_what_the_loss_over_tp_keeps_for_each_row_is_planned(sequence_parallel: bool) -> None:
+    """Of a small vocabulary it is 3 percent of the logits."""
+    layout = Layout(tp=2, micro_batch_size=4, sequence_parallel=sequence_parallel, recompute="selective")
+    run = Run(LLAMA, layout=layout, batch=Batch(256, 8), data=Data(document_mask=False))
+    apart, wrong = compared(Traced(run, 0))
+    assert not wrong
+    assert abs(apart.peak) < 0.02
+
+
+@pytest.mark.parametrize(
+    "layout, documents", [(Layout(tp=2), False), (Layout(cp=8), True), (Layout(pp=2), False)], ids=["tp", "cp", "pp"]
+)
+def test_a_batch_on_the_device_is_planned_as_it_is_traced(layout: Layout, documents: bool) -> None:
+    """Also where some micro-batches are traced for all: positions count, and over cp the document indices are on the host."""
+    run = Run(LLAMA, layout=layout, batch=Batch(128, 11), data=Data(document_mask=documents))
+    found, planned = trace_rank(run, 0, device="cuda", round_to=1), planned_rank(run, 0, "cuda")
+    assert planned.peak.by_category["other"] == found.by_category(found.peak_at(1))["other"] > 0

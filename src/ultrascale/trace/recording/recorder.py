@@ -90,6 +90,9 @@ class Storages(LiveMemory):
             self.times = 1
         self.trace.marks.append(Mark(self._tick, self._step, phase, action))
 
+    def _category(self) -> str:
+        return "other" if self._phase == "data" and self._region is None else super()._category()  # positions of a batch
+
     def _hide(self, storage: torch.UntypedStorage) -> None:
         """Excludes a storage from the count."""
         key = storage._cdata
