@@ -48,9 +48,12 @@ fast = tests/config tests/schedules tests/kernels tests/models tests/plan/test_e
 test-fast: $(installed)
 	@$(python) -m pytest $(PYTEST_FLAGS) -q -m 'not nightly and not gpu' $(fast)
 
-# One at a time: they start many processes of their own, and some watch the clock. Goes on to the table whatever failed.
+# One at a time: they start many processes of their own, and some watch the clock. Then the tests that draw examples, with others
+# than CI's and more of them; not recorded, or the table would give their time as CI's. Goes on to the table whatever failed.
+at_night = ULTRASCALE_NIGHTLY=1 ULTRASCALE_FUZZ=20 $(python) -m pytest
 nightly: $(installed)
-	@ULTRASCALE_NIGHTLY=1 ULTRASCALE_FUZZ=20 $(python) -m pytest -m nightly --record-catalogue; status=$$?; \
+	@$(at_night) -m nightly --record-catalogue; status=$$?; \
+	$(at_night) -m 'draws and not nightly' || status=$$?; \
 	$(python) tests/catalogue/table.py && exit $$status
 
 lint: .venv/linters

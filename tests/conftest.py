@@ -1,6 +1,6 @@
 """Which tests are collected, and the results of those that cover rows of the catalogue of faults.
 
-`gpu`: only where there is a CUDA device. `nightly`: only with ULTRASCALE_NIGHTLY=1.
+`gpu`: only where there is a CUDA device. `nightly`: only with ULTRASCALE_NIGHTLY=1. `draws`: always, and at night once more.
 """
 
 import gc
@@ -70,6 +70,11 @@ def as_handled_before() -> Generator[None, None, None]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--record-catalogue", action="store_true", help="note results of the tests of the catalogue of faults")
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
+        item.add_marker("draws")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

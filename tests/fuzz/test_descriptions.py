@@ -20,6 +20,7 @@ from ultrascale.schedules.build import build_schedule
 from ultrascale.schedules.kinds.custom import read_schedule, to_csv
 from ultrascale.validation.rows import read_rows
 
+pytestmark = pytest.mark.draws
 RUNS = sorted((Path(__file__).parents[2] / "runs").glob("*.toml"))
 ODD_VALUES = [
     "1e-4", "no", "010", "1_000", "12:30:45", "nan", "inf", "-1", "0", "true", "none", "", "[]", "{}", "[1, 2]", "9" * 5000,

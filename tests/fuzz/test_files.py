@@ -32,6 +32,7 @@ from ultrascale.models.files.huggingface import export_folder, import_folder
 from ultrascale.models.files.tokenizer_files import special_tokens
 from ultrascale.models.initialise import initial_value
 
+pytestmark = pytest.mark.draws
 LINES = b"".join(json.dumps({"text": f"line {n} \u00e9\u2028", "id": n}).encode() + b"\n" for n in range(20))
 ODD_LINES = (
     b'{"text": ' + b"[" * 100_000, b'{"text": ' + b"9" * 5000 + b"}", b'{"text": "\\ud800"}', b'{"text": NaN}',

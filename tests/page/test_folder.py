@@ -232,6 +232,7 @@ def ask(tab, asked):
     return tab.evaluate("question => source.ask(question)", asked)
 
 
+@pytest.mark.draws
 def test_its_answers_are_those_of_the_command_line(tab, site):
     """To the last digit: the same package, on another machine's arithmetic."""
     tab.goto(f"{site}?model=gpt2&count=8&seq_len=1024")

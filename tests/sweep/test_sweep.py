@@ -166,7 +166,7 @@ def test_ctrl_c_ends_the_process_at_work_and_leaves_its_cell_unmeasured(run, tmp
 
 
 @pytest.mark.parametrize(
-    "held", [b"", b"null", b"[1]", b'{"a": 1}', b'{"step_seconds": []', b"\xff\xfe", "without mfu", "no steps"]
+    "held", [b"", b"null", b"[1]", b'{"a": 1}', b'{"step_seconds": []', b"\xff\xfe", "without mfu", "no steps", "half a pair"]
 )
 def test_a_damaged_file_or_another_versions_is_no_result_and_no_failure(held, run, tmp_path):
     place = _place(tmp_path, run)
@@ -176,6 +176,8 @@ def test_a_damaged_file_or_another_versions_is_no_result_and_no_failure(held, ru
         held = json.dumps({key: value for key, value in told.items() if key != "mfu"}).encode()
     elif held == "no steps":
         held = json.dumps(told | {"step_seconds": []}).encode()
+    elif held == "half a pair":
+        held = json.dumps(told | {"device": "\ud800", "outcome": "killed", "text": "\ud800"}).encode()
     place.result_file.write_bytes(held)
     (place.path / "failed.json").write_bytes(held)
     assert place.result is None and place.failure is None and fastest_first([place]) == []

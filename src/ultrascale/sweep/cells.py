@@ -132,9 +132,10 @@ def _replace(path: Path, data: bytes) -> None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """JSON object in a file; empty if the file is missing or truncated."""
+    """JSON object in a file; empty if the file is missing or truncated, or has half a surrogate pair: no table can."""
     try:
         content = parse_json(path.read_bytes())
-    except (OSError, ValueError):
+        json.dumps(content, ensure_ascii=False).encode()
+    except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
