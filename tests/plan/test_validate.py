@@ -173,6 +173,17 @@ def test_a_blank_micro_batch_is_open_over_powers_of_two():
     assert "micro_batch is open" in predict_rows([config(micro_batch="", grad_accum="", global_batch="512")])[0].reason
 
 
+def test_without_any_batch_the_micro_batch_is_open_and_the_step_is_of_the_largest():
+    row = config(micro_batch="", grad_accum="", global_batch="")
+    setup = setup_of(row)
+    dp = setup.layouts[0].dp
+    assert [layout.micro_batch_size for layout in setup.layouts] == [1, 2, 4, 8]
+    assert {workload.sequences_per_batch for workload in setup.workloads} == {8 * dp}
+    assert f"global_batch = {8 * dp}" in setup.assumed
+    in_a_pipeline = setup_of(config(micro_batch="", grad_accum="", global_batch="", pp="2", dp=str(dp // 2)))
+    assert {layout.micro_batch_size for layout in in_a_pipeline.layouts} == {1}
+
+
 def test_a_blank_micro_batch_follows_from_batch_and_accumulation():
     setup = setup_of(config(micro_batch="", global_batch="512", grad_accum="2"))
     assert [layout.micro_batch_size for layout in setup.layouts] == [4]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-DEVICE_DERATES = {"b200": 1.26}  # NVIDIA's recipes run 1.15 slower, SimuMax's products 1.32
+DEVICE_DERATES = {"b200": 1.18}  # mean of its published runs by source; bf16 products more, `plan.time.blocks.PRODUCT_DERATES`
 """Seconds of GEMMs and attention in training over those by `plan.laws.compute`, by accelerator."""
 
 

@@ -7,6 +7,7 @@ published runs were tuned, and widens the interval to the others. Values filled 
     blank             value by rule
     dp                n_gpus / (tp pp cp)
     zero_stage, sp    default of its program (`catalogue.stacks.stack_files.Usual`)
+    micro_batch       with neither batch nor pipeline 1 to 8 sequences, of a global batch of 8 a rank
     grad_accum        global_batch / (dp micro_batch); without both, one micro-batch per pipeline stage
     global_batch      dp micro_batch grad_accum
     precision         bf16; fp16 on devices without bf16
@@ -47,6 +48,8 @@ ZeroStage = Literal[0, 1, 2, 3]
 MOST_CANDIDATES = 96
 """Most layouts tried for one row."""
 LARGEST_MICRO_BATCH = 64
+UNSTATED_MICRO_BATCHES = (1, 2, 4, 8)
+"""Those of a row without any batch and pipeline: of the largest as global batch, a step may be one of it or several smaller."""
 USUAL_NODE_GPUS = 8
 USUAL_SEQUENCE = 4096
 """Sequence length in tokens of most rows that state it."""
@@ -317,6 +320,8 @@ def _micro_batches(config: RunConfig, usual: Usual, base: Layout, assumed: list[
             assumed.append(f"micro_batch = {size}")
             return (size,)
     if not config.global_batch:
+        if base.pp == 1 and not config.grad_accum:
+            return UNSTATED_MICRO_BATCHES
         assumed.append("micro_batch = 1")
         return (1,)
     per_replica = config.global_batch // base.dp
@@ -366,7 +371,7 @@ def _sequences(config: RunConfig, base: Layout, choices: dict[str, tuple], assum
         assumed.append(f"global_batch = {rounded}, of whole micro-batches: {config.global_batch} is none")
         return rounded
     rounds = config.grad_accum or base.pp
-    sequences = base.dp * choices["micro_batch_size"][0] * rounds
+    sequences = base.dp * choices["micro_batch_size"][-1] * rounds
     if not (config.micro_batch and config.grad_accum):
         assumed.append(f"global_batch = {sequences}")
     return sequences

@@ -77,7 +77,7 @@ class Stream(NamedTuple):
     """Rate of kernels that read and write a matrix across its rows."""
 
 
-COLUMNS_BYTES_PER_SECOND = 0.65e12 / 132
+COLUMNS_BYTES_PER_SECOND = 0.68e12 / 132
 """Bytes per second of a multiprocessor in kernels that torch's compiler generates to scale and cast a matrix by its columns:
 0.6 to 0.7 TB/s on an H100 where along the rows it is 2.0 to 2.2 (pytorch issue 149982, 2025). Loads and stores of single
 elements limit them, so that more bandwidth does not help. Validated against the extra time of torchtitan's Llama 3 8B on 8 GPUs

@@ -51,6 +51,9 @@ COLUMN_BYTES = WIDE_BYTES + NARROW_BYTES
 ROWWISE_OVER_TENSORWISE = 1.05
 """Time of an fp8 GEMM with row-wise scales (CUTLASS) over that with one scale (cuBLAS): most shapes reach 90 to 100 percent of
 the rate (pytorch issue 147971, H100, 2025)."""
+PRODUCT_DERATES = {("b200", "bf16"): 1.1}
+"""Time of GEMMs of one dtype in training beyond `Constants.device_derates`. In bf16 SimuMax's products take 1.32 times NVIDIA's
+table (docs/compute-model.md), runs of it and torchtitan 1.3; in fp8 those of NVIDIA, MaxText and torchtitan 1.1 to 1.25."""
 
 
 @dataclass
@@ -327,7 +330,7 @@ def compute_seconds(workload: Workload, shape: Shape, ops: Iterable[Op], head: b
     dtype = "bf16" if head and shape.precision in NARROW else shape.precision
     shares = dtype in NARROW and not shape.kernels.own_fp8
     by_row = shares and dtype == "fp8" and shape.kernels.fp8_scaling == "row"
-    slower = ROWWISE_OVER_TENSORWISE if by_row else 1.0
+    slower = PRODUCT_DERATES.get((accelerator.kind, dtype), 1.0) * (ROWWISE_OVER_TENSORWISE if by_row else 1.0)
     cast_bytes = CAST_BYTES + (0 if shape.kernels.fp8_scaling == "delayed" else WIDE_BYTES)
     weight_cast_bytes = cast_bytes - 1 if shares and stack.gathers == "buckets" else 0  # in one order
     wide = "bf16" if shape.precision in NARROW else shape.precision
