@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import stat
@@ -62,6 +63,23 @@ def test_weights_without_a_config_are_not_taken_for_an_export(tmp_path):
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf/model.safetensors").write_text("mine")
     assert "holds no config.json" in refusal(tmp_path / "hf", tmp_path)
+
+
+def test_a_config_without_weights_is_not_taken_for_an_export(tmp_path):
+    """One written by hand for a run's model.path was replaced."""
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf/config.json").write_text("{}")
+    assert "no earlier export" in refusal(tmp_path / "hf", tmp_path)
+
+
+def test_another_model_is_not_replaced(tmp_path):
+    config = export(tmp_path / "hf") / "config.json"
+    text = config.read_text()
+    config.write_text(json.dumps(json.loads(text) | {"hidden_size": 4096, "model_type": "mistral"}))
+    weights = (tmp_path / "hf/model.safetensors").read_bytes()
+    with pytest.raises(SpecError, match=r"holds another model \(model_type = mistral, hidden_size = 4096\)"):
+        export(tmp_path / "hf")
+    assert (tmp_path / "hf/model.safetensors").read_bytes() == weights
 
 
 def test_a_file_is_not_replaced_by_a_folder(tmp_path):

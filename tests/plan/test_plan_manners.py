@@ -19,11 +19,11 @@ from ultrascale.api.schedule import Schedule
 from ultrascale.catalogue.models.model_presets import PRESETS
 from ultrascale.cli.main import main
 from ultrascale.cli.plan.plan_command import request_of
-from ultrascale.description.units import UnitError, format_bytes
+from ultrascale.description.units import UnitError, format_bytes, format_seconds
 from ultrascale.measure.step.step_report import WORDS
 from ultrascale.page.ranked import ranking
 from ultrascale.plan.costs.budget import Budget, budget_problems, parse_budget, usual_tokens
-from ultrascale.plan.view.notes import TIGHT_BYTES, mask_fraction, notes
+from ultrascale.plan.view.notes import TIGHT_BYTES, notes, unmasked_seconds
 from ultrascale.plan.view.plan_view import TIMES
 
 SMALL = ["--model", "llama-3.2-1b", "--gpus", "8xh100", "--seq-len", "4k", "--tokens-per-batch", "512k"]
@@ -95,10 +95,27 @@ def test_headroom_is_one_number_in_python_in_json_in_the_ranking_and_on_the_page
 
 def test_masks_between_documents_are_named_where_they_cost(small):
     long = us.plan("llama-3.2-1b", "8xh100", seq_len="16k", tokens_per_batch="1Mi", cp=1)
-    assert mask_fraction(long.chosen) > 0.05
+    assert unmasked_seconds(long.chosen)["--data.document-mask false"] < 0.95 * long.step_seconds
     assert any("--data.document-mask false" in note for note in long.to_dict()["notes"])
     without = us.plan("llama-3.2-1b", "8xh100", seq_len="16k", tokens_per_batch="1Mi", cp=1, **{"data.document_mask": False})
-    assert mask_fraction(without.chosen) == 0.0 and not any("document" in note for note in without.notes)
+    assert not unmasked_seconds(without.chosen) and not any("document" in note for note in without.notes)
+
+
+def test_what_masks_cost_is_told_against_the_layout_that_a_search_without_them_takes():
+    """At 65,536 tokens cp with all-gather costs as much with masks as without, and the search without takes another layout."""
+    masked = us.plan("llama-3.1-8b", "8xh200", seq_len="64k")
+    (note,) = (note for note in masked.notes if "within documents" in note)
+    changes = {
+        "--data.document-mask false": {"data.document_mask": False},
+        "--layout.attention flash-3": {"layout.attention": "flash-3"},
+    }
+    for flag, changed in changes.items():
+        other = us.plan("llama-3.1-8b", "8xh200", seq_len="64k", **changed)
+        assert other.step_seconds is not None and masked.step_seconds is not None
+        assert other.step_seconds < 0.9 * masked.step_seconds
+        assert f"{format_seconds(other.step_seconds)} with {flag}" in note
+    same = us.plan("llama-3.1-8b", "8xh200", seq_len="64k", layout={"attention": "flash-3"})
+    assert not any("--layout.attention" in note for note in same.notes)
 
 
 def test_the_batch_is_one_that_the_chosen_layout_shares_and_not_all_gpus():

@@ -326,6 +326,14 @@ def test_a_model_that_fits_nowhere_names_what_needs_least_and_the_cluster_that_w
     assert search(half).best is None
 
 
+def test_the_cluster_that_would_do_is_told_apart_from_twice_as_many_gpus() -> None:
+    """96 were told that 192 would do, where 120 do."""
+    workload = real("llama-3.1-405b", "96xh100", batch=480)
+    assert search(workload).best is None
+    enough = smallest_that_fits(workload)
+    assert enough is not None and enough.memory.fits and 96 < enough.layout.world_size <= 120
+
+
 def test_added_gpus_bring_less_and_less() -> None:
     workload = real("llama-3-8b", "16xh100", batch=128)
     assert counts(workload.cluster) == [2, 4, 8, 16, 32, 64, 128]

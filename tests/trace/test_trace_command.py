@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -113,3 +115,11 @@ def test_too_little_memory_is_said_before_it_is_used(
     monkeypatch.setattr(verb, "usable_cores", lambda: 2)
     assert main(["trace", run, *words]) == 2
     assert f"would take about {needed} of this machine's memory, of which 1 MiB are free" in capsys.readouterr().err
+
+
+def test_a_script_without_a_guard_that_asks_for_every_stage_runs_once() -> None:
+    """Its processes imported it anew, which for a script read from stdin is a broken pool."""
+    script = "import ultrascale as us\nprint('ran')\n"
+    script += "print(len(us.trace('runs/tiny-llama-cpu.toml', layout={'pp': 2}, all_stages=True).rows()))\n"
+    done = subprocess.run([sys.executable, "-"], input=script, capture_output=True, text=True, timeout=400)
+    assert (done.stdout, done.returncode) == ("ran\n2\n", 0), done.stderr

@@ -19,7 +19,6 @@ import multiprocessing
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 import traceback
@@ -27,10 +26,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import wait
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from ultrascale.launch.scratch import scratch_folder
+from ultrascale.main_module import hidden_main
 
 OTHERS_SECONDS = 5.0
 """Time for a rank that lost another one to exit; after that the other's report is used alone."""
@@ -85,12 +84,8 @@ def _run_apart(world: int, function: Callable[..., Any], arguments: tuple[Any, .
     """Fork the ranks from a fresh process that has computed nothing; `function` and `arguments` are pickled to it."""
     with scratch_folder("forking") as folder:
         process = multiprocessing.get_context("spawn").Process(target=_fork_ranks, args=(folder, world, function, arguments))
-        main = sys.modules["__main__"]
-        sys.modules["__main__"] = ModuleType("__main__")  # a script that calls this is not run again there
-        try:
+        with hidden_main():
             process.start()
-        finally:
-            sys.modules["__main__"] = main
         try:
             process.join()
         finally:

@@ -82,7 +82,7 @@ def _first(planned: PagePlan) -> dict[str, Any]:
     document: dict[str, Any] = {
         "title": _title(chosen),
         "verdict": _verdict(chosen),
-        "notes": notes(chosen),
+        "notes": notes(chosen, planned.result),
         "facts": _facts(planned),
         "waterfall": [],
         "schedule": None,

@@ -13,6 +13,7 @@ from ultrascale.data.preparing.workers import end_with_parent
 from ultrascale.description.run import Run, run_of_island
 from ultrascale.kernels.choice.device_kind import Kind
 from ultrascale.launch.stopping import STOP_SIGNALS
+from ultrascale.main_module import hidden_main
 from ultrascale.plan.report import plan_rank
 from ultrascale.trace.allocator import reserved_bytes
 from ultrascale.trace.rank import trace_rank
@@ -44,7 +45,7 @@ def trace_stages(run: Run, *, device: Kind) -> list[StagePeak]:
         return list(map(trace_one, todo))
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])  # torch is imported once, and not by each process
-    with ProcessPoolExecutor(workers, context, _begin) as pool:
+    with hidden_main(), ProcessPoolExecutor(workers, context, _begin) as pool:
         return list(pool.map(trace_one, todo))
 
 

@@ -126,6 +126,10 @@ class RunResult:
     n_obs: int | None = None
 
 
+MEASURED = ("step_time_s", "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu_reported", "mfu_percent", "peak_mem_gib")
+"""Columns with which predictions are compared."""
+
+
 @dataclass(frozen=True)
 class MeasuredRow:
     """One run with its results."""
@@ -178,13 +182,22 @@ def read_rows(path: str | Path) -> list[MeasuredRow]:
 
 def misspelt_columns(path: str | Path) -> list[tuple[str, str]]:
     """Ignored columns of a file that `read_rows` accepted, each with the missing one whose name is nearly the same."""
-    text = read_bounded(Path(path), MOST_TEXT, encoding="utf-8-sig").lstrip()
-    header = [name.strip() for name in next(csv.reader(io.StringIO(text, newline="")))]
+    header = _header(path)
     known = {field.name for kind in (RunConfig, RunResult) for field in fields(kind)} | {"id", *PLAYBOOK_NAMES}
     missing = sorted(known - {*header})
     unknown = [name for name in header if name not in known and not name.startswith("stack.")]
     matches = ((name, get_close_matches(name.lower(), missing, n=1, cutoff=NEARLY)) for name in unknown)
     return [(name, close[0]) for name, close in matches if close]
+
+
+def is_unmeasured(path: str | Path) -> bool:
+    """True if a file that `read_rows` accepted has none of the `MEASURED` columns, nor the playbook's outcome."""
+    return not {"outcome", *MEASURED} & {*_header(path)}
+
+
+def _header(path: str | Path) -> list[str]:
+    text = read_bounded(Path(path), MOST_TEXT, encoding="utf-8-sig").lstrip()
+    return [name.strip() for name in next(csv.reader(io.StringIO(text, newline="")))]
 
 
 def _expect_once(file: Path, header: list[str]) -> None:

@@ -135,7 +135,7 @@ class Plan(Rows):
         """Warnings, such as little headroom or a default that costs time."""
         from ultrascale.plan.view.notes import notes
 
-        return notes(self.chosen)
+        return notes(self.chosen, self.searched and self.searched.result)
 
     @property
     def bought(self) -> Bought | None:

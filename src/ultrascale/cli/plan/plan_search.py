@@ -35,9 +35,9 @@ def show_search(plan: Plan, searched: SearchOutcome) -> None:
             console.print()
     tokens = num_tokens(plan.request)
     if options.brief:
-        show_briefly(plan.chosen, console, tokens=tokens, budget=options.budget)
+        show_briefly(plan.chosen, console, tokens=tokens, budget=options.budget, result=result)
     else:
-        show_plan(plan.chosen, console, tokens=tokens, budget=options.budget)
+        show_plan(plan.chosen, console, tokens=tokens, budget=options.budget, result=result)
     if options.explain:
         console.print()
         show_explanation(result, searched.scaling_points, searched.better_clusters, console)

@@ -36,8 +36,9 @@ def validate(
 
     A file has the columns of published runs (model, n_gpus, tp, pp, dp, seq_len, ...) or those of the playbook's scan (model,
     nodes, mbs, ga, ...); a column `stack` names a framework (`ultrascale show stacks`), `stack.KEY` changes one of its
-    settings. Blank cells are inferred, which the prediction reports. Result columns may be blank too: then there is nothing to
-    compare with, and --out still has every prediction.
+    settings. Blank cells are inferred, which the prediction reports. Predictions are compared with step_time_s,
+    tokens_per_s_per_gpu, tflops_per_gpu, mfu_reported (0 to 1) and peak_mem_gib, as far as a row has them; --out has every
+    prediction.
 
     Args:
         files: CSV files of measured runs.
@@ -47,7 +48,7 @@ def validate(
         overwrite: Allow --out to replace a file.
     """
     from ultrascale.validation.predict import predict_rows, write_predictions
-    from ultrascale.validation.rows import misspelt_columns, read_rows
+    from ultrascale.validation.rows import MEASURED, is_unmeasured, misspelt_columns, read_rows
     from ultrascale.validation.scores import score
 
     if not files:
@@ -58,6 +59,8 @@ def validate(
     for file in files:
         for name, meant in misspelt_columns(file):
             print(f"note: {file}: nobody reads the column {name}. Did you mean {meant}?", file=sys.stderr)
+        if is_unmeasured(file):
+            print(f"note: {file}: has no column to compare with: {', '.join(MEASURED)}.", file=sys.stderr)
     predictions = predict_rows([row.config for row in rows])
     if out is not None:
         write_predictions(out, rows, predictions)

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 from ultrascale.data.files import DataError
 from ultrascale.heap import map_large_blocks
+from ultrascale.main_module import hidden_main
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
@@ -59,7 +60,8 @@ def _workers(context: Any, count: int, work: Work[Any, Any], threads: int) -> It
         for _ in range(count):
             parent_end, child_end = context.Pipe()
             process = context.Process(target=_serve, args=(child_end, work, threads), daemon=True)
-            process.start()
+            with hidden_main():
+                process.start()
             child_end.close()
             running[parent_end] = process
         yield running

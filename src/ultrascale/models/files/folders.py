@@ -76,8 +76,8 @@ def _refusal(folder: Path, is_ours: Callable[[str], bool], overwrite: bool, sour
     foreign = [name for name in names if not is_ours(name) or not _is_plain_file(folder / name)]
     if foreign:
         return Problem(str(folder), f"holds what no export writes ({', '.join(foreign[:3])}) and is not replaced", remedy)
-    if names and "config.json" not in names:
-        return Problem(str(folder), "holds no config.json, so it is no earlier export and is not replaced", remedy)
+    if names and not ("config.json" in names and any(name.endswith(".safetensors") for name in names)):
+        return Problem(str(folder), "holds no config.json with weights, so it is no earlier export and is not replaced", remedy)
     return None
 
 

@@ -8,7 +8,7 @@ prices  the same search with 10 GB more memory, a 20 % faster network, ...: the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -33,6 +33,7 @@ MORE_MEMORY_BYTES = 10e9
 FASTER = 1.2
 POOL = 512
 """Layouts of each selection of `_pool` that are searched again for a changed machine."""
+UNLIMITED = "unlimited memory"
 PLAYED = 3
 """Layouts of each schedule whose pipelines are simulated."""
 
@@ -57,6 +58,8 @@ class Change:
     name: str
     """The field."""
     value: str
+    also: str
+    """Other fields that had to change with it: `schedule interleaved, virtual_stages 2`; mostly empty."""
     seconds: float
     peak_bytes: float
     fits: bool
@@ -124,7 +127,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 
 
 def changes(result: SearchResult) -> list[Change]:
-    """Best layout with each choice changed to each other value, all else equal: the fastest layout of each."""
+    """Best layout with each choice changed to each other value, all else equal where that is legal: the fastest of each."""
     best = result.best
     if best is None:
         return []
@@ -139,12 +142,13 @@ def changes(result: SearchResult) -> list[Change]:
         if best.layout.shard_size == best.layout.dp and "dp_shard" not in (name, *along):
             same &= (table.dp_shard == table.dp) | (table.zero_stage == 0)
         rows = np.flatnonzero(same & (getattr(table, name) != getattr(current, name)[0]))
-        alternatives += _fastest_by_value(result.workload, table.take(rows), name)
+        alternatives += _fastest_by_value(result.workload, table.take(rows), name, (best.layout, along))
     return alternatives
 
 
-def _fastest_by_value(workload: Workload, table: LayoutTable, name: str) -> list[Change]:
-    """For each value of a column, the fastest row that fits, or else the row that needs least memory."""
+def _fastest_by_value(workload: Workload, table: LayoutTable, name: str, of: tuple[Layout, Sequence[str]]) -> list[Change]:
+    """For each value of a column, the fastest row that fits, or else the row that needs least memory. `of`: the layout that is
+    changed, and the fields that change along where no row keeps them."""
     if not len(table):
         return []
     prices = price(workload, table)
@@ -152,13 +156,23 @@ def _fastest_by_value(workload: Workload, table: LayoutTable, name: str) -> list
     alternatives = []
     for value in np.unique(getattr(table, name)):
         rows = np.flatnonzero(getattr(table, name) == value)
+        kept = [row for row in rows if not _also(table.layout(int(row)), *of)]
+        rows = np.array(kept) if kept else rows
         fitting = rows[prices.fits[rows]]
         row = int(fitting[np.argmin(prices.step_seconds[fitting])] if len(fitting) else rows[np.argmin(needed[rows])])
         layout = table.layout(row)
         seconds = predict(workload, layout).step_seconds
         text = str(getattr(layout, name) or int(value))
-        alternatives.append(Change(name, text, seconds, float(needed[row]), bool(prices.fits[row])))
+        alternatives.append(Change(name, text, _also(layout, *of), seconds, float(needed[row]), bool(prices.fits[row])))
     return alternatives
+
+
+def _also(layout: Layout, before: Layout, along: Sequence[str]) -> str:
+    """Fields among `along` that differ, with their new values; shards over all of dp are no choice of their own."""
+    changed = [name for name in along if getattr(layout, name) != getattr(before, name)]
+    if layout.shard_size == layout.dp and before.shard_size == before.dp:
+        changed = [name for name in changed if name != "dp_shard"]
+    return ", ".join(f"{name} {getattr(layout, name)}" for name in changed)
 
 
 def marginals(result: SearchResult) -> list[Marginal]:
@@ -175,8 +189,16 @@ def marginals(result: SearchResult) -> list[Marginal]:
         seconds = _fastest(changed, pool, current, constants)
         gains.append(Marginal(name, seconds, base / seconds - 1))
     unlimited = _fastest(workload, pool, current, CONSTANTS, unlimited=True)
-    gains.append(Marginal("unlimited memory", unlimited, base / unlimited - 1))
+    gains.append(Marginal(UNLIMITED, unlimited, base / unlimited - 1))
     return sorted(gains, key=lambda marginal: -marginal.gain)
+
+
+def seconds_otherwise(result: SearchResult, workload: Workload) -> float:
+    """Seconds of a step of the fastest layout that fits if `workload` takes the place of the search's, on the same machine."""
+    best = result.best
+    assert best is not None
+    pool = _pool(result.priced, workload.cluster.accelerator.memory_bytes.value, POOL // 4)
+    return _fastest(workload, pool, best.layout, CONSTANTS)
 
 
 def binding(best: Prediction, gains: list[Marginal]) -> str:
@@ -184,19 +206,23 @@ def binding(best: Prediction, gains: list[Marginal]) -> str:
     parts = sorted(best.waterfall.items(), key=lambda item: -item[1])
     name, seconds = parts[0]
     share = f"{name.replace('_', ' ')} is {seconds / best.step_seconds:.0%} of the step"
-    memory = next((marginal for marginal in gains if marginal.name == "unlimited memory"), None)
-    if memory is not None and memory.gain >= 0.01:
-        return f"Memory binds: without its limit a step would be {memory.gain:.0%} faster; {share}."
-    return f"Memory does not bind; {share}."
+    memory = next((marginal for marginal in gains if marginal.name == UNLIMITED), None)
+    if memory is None or memory.gain < 0.01:
+        return f"Memory does not bind; {share}."
+    more = max((marginal for marginal in gains if "memory" not in marginal.name), key=lambda each: each.gain)
+    if more.gain > memory.gain:
+        little = f"Memory binds little: without its limit a step would be {memory.gain:.0%} faster"
+        return f"{little}, {more.name} {more.gain:.0%}; {share}."
+    return f"Memory binds: without its limit a step would be {memory.gain:.0%} faster; {share}."
 
 
-def _pool(priced: PricedLayouts, capacity_bytes: float) -> LayoutTable:
-    """Layouts to search again: the fastest of all, of those that fit or nearly fit, and of those that fit."""
+def _pool(priced: PricedLayouts, capacity_bytes: float, most: int = POOL) -> LayoutTable:
+    """Layouts to search again: the fastest `most` of all, of those that fit or nearly fit, and of those that fit."""
     nearly = priced.peak_bytes <= capacity_bytes + MORE_MEMORY_BYTES
     rows = []
     for mask in (priced.was_priced, priced.was_priced & nearly, priced.fits):
         numbers = np.flatnonzero(mask)
-        rows.append(numbers[np.argsort(priced.step_seconds[numbers], kind="stable")][:POOL])
+        rows.append(numbers[np.argsort(priced.step_seconds[numbers], kind="stable")][:most])
     return priced.table.take(np.unique(np.concatenate(rows)))
 
 

@@ -28,6 +28,8 @@ NEAREST = 3
 BF16 = "bf16"
 MOST_GPUS = 2**17
 """Largest number of GPUs tried: no known training uses more."""
+BISECTIONS = 2
+"""Halvings of the step from a number of GPUs that is too small to one that fits: a quarter of the former is told apart."""
 
 
 @dataclass(frozen=True)
@@ -130,9 +132,20 @@ def _fastest_at(workload: Workload, count: int, base: Layout | None, constraints
 def smallest_that_fits(
     workload: Workload, *, base: Layout | None = None, constraints: Constraints | None = None
 ) -> Prediction | None:
-    """The best layout on the smallest number of GPUs (by doubling) on which one fits; None if none does."""
-    count = workload.cluster.num_accelerators
-    while (count := 2 * count) <= MOST_GPUS:
-        if best := _fastest_at(workload, count, base, constraints):
-            return best
-    return None
+    """The best layout on the smallest number of GPUs on which one fits: by doubling, then by halving the step in whole nodes,
+    at most `BISECTIONS` times. None if none does."""
+    node, too_few = workload.cluster.node, workload.cluster.num_accelerators
+    while not (best := _fastest_at(workload, 2 * too_few, base, constraints)):
+        too_few *= 2
+        if 2 * too_few > MOST_GPUS:
+            return None
+    enough = 2 * too_few
+    for _ in range(BISECTIONS if node.tray is None else 0):
+        middle = (too_few + enough) // 2 // node.num_accelerators * node.num_accelerators
+        if not too_few < middle < enough:
+            break
+        if fewer := _fastest_at(workload, middle, base, constraints):
+            best, enough = fewer, middle
+        else:
+            too_few = middle
+    return best

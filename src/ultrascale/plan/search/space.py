@@ -173,7 +173,7 @@ def _tensor(rules: _Rules, gpus: int) -> Iterator[tuple[int, bool]]:
         if tp > 1 and not abilities(stack).tensor:
             rules.refuse("tp", f"{stack.name} has no tensor parallelism")
         elif tp > per_node and "tp" not in rules.constraints:
-            rules.refuse(f"tp > {per_node}", f"leaves the node; searched if nothing else fits, and with --tp {2 * per_node}")
+            rules.refuse(f"tp > {per_node}", "leaves the node; searched if nothing else fits, and where --tp names it")
         else:
             for sequence_parallel in rules.choose("sequence_parallel", (True,)):
                 if not rules.breaks(f"tp = {tp}", Layout(tp=tp, sequence_parallel=sequence_parallel)):

@@ -9,9 +9,11 @@ names one.
 
 from __future__ import annotations
 
+from ultrascale.catalogue.cluster import Accelerator
 from ultrascale.description.attention_cores import CoreRequirements, unsupported_reason, windows_of
 from ultrascale.description.layout import NARROW, AttentionCore
 from ultrascale.plan.laws.compute import Kernel, attention_seconds
+from ultrascale.plan.laws.devices import FAMILIES, relative_of
 from ultrascale.plan.workload import Workload
 from ultrascale.work.ops import Scores, Shape
 
@@ -27,6 +29,16 @@ def attention_kernel(workload: Workload, shape: Shape, scores: Scores) -> Kernel
     wanted = wanted_of(workload, shape)
     able: list[Kernel] = [kernel for kernel, core in TORCH_CORES if not unsupported_reason(core, wanted)]
     return able[0] if len(able) == 1 else min(able, key=lambda kernel: _both_ways(workload, shape, scores, kernel))
+
+
+PACKAGES: dict[str, AttentionCore] = {"hopper": "flash-3", "blackwell": "flash-4"}
+"""FlashAttention's package that is faster than torch's kernels, by family of NVIDIA's devices."""
+
+
+def package_of(accelerator: Accelerator) -> AttentionCore | None:
+    """FlashAttention's package for a device where it is faster than torch's kernels; None elsewhere."""
+    is_amd = accelerator.kind.startswith("mi")
+    return None if is_amd or accelerator.name == "cpu" else PACKAGES.get(FAMILIES[relative_of(accelerator)])
 
 
 def wanted_of(workload: Workload, shape: Shape) -> CoreRequirements:

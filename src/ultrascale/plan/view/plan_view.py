@@ -23,6 +23,7 @@ from ultrascale.plan.view.notes import notes
 from ultrascale.plan.view.state_words import state_words
 
 if TYPE_CHECKING:
+    from ultrascale.plan.search.search import SearchResult
     from ultrascale.plan.time.price import Prediction
 
 PARTS = {
@@ -72,7 +73,7 @@ FOOTPRINT = {
     "activations": ("activations", "green", "micro-batches in flight"),
     "buffers": ("buffers", "bright_cyan", "collectives, loss, batch"),
     "reserve": ("reserved", "white", "by the allocator, which cannot give it back"),
-    "outside": ("outside torch", "bright_black", "CUDA, NCCL, workspaces"),
+    "outside": ("outside torch", "bright_black", "driver, NCCL, workspaces"),
 }
 BESIDE = {name: FOOTPRINT[name] for name in ("reserve", "outside")}
 """Memory held in addition to live tensors."""
@@ -93,10 +94,20 @@ TIMES = {
 }
 
 
-def show_plan(plan: RunPlan, console: Console, *, tokens: int | None = None, budget: str | None = None) -> None:
-    """Print the plan of one run; `tokens` adds the time to train on this many, `budget` the training that it buys."""
+def show_plan(
+    plan: RunPlan,
+    console: Console,
+    *,
+    tokens: int | None = None,
+    budget: str | None = None,
+    result: SearchResult | None = None,
+) -> None:
+    """Print the plan of one run; `tokens` adds the time to train on this many, `budget` the training that it buys.
+
+    `result`: the search that chose it.
+    """
     console.print(_headline(plan))
-    for note in notes(plan):
+    for note in notes(plan, result):
         console.print(Text(note, style="yellow"))
     console.print()
     console.print(_memory(plan))
@@ -127,13 +138,20 @@ def _islands(islands: IslandsPlan) -> Text:
     return Text(f"{words} in the host's memory.")
 
 
-def show_briefly(plan: RunPlan, console: Console, *, tokens: int | None = None, budget: str | None = None) -> None:
+def show_briefly(
+    plan: RunPlan,
+    console: Console,
+    *,
+    tokens: int | None = None,
+    budget: str | None = None,
+    result: SearchResult | None = None,
+) -> None:
     """Print briefly whether a run's plan fits, its step and training time, and warnings: eight lines and the notes."""
     console.print(_headline(plan).split("\n")[0])
     console.print(_verdict(plan).split("\n")[0])
     if plan.prediction is not None:
         console.print(_speed(plan, plan.prediction, tokens, budget, brief=True))
-    for note in notes(plan):
+    for note in notes(plan, result):
         console.print(Text(note, style="yellow"))
 
 

@@ -190,13 +190,13 @@ def _rungs_table(ladder: Sequence[Rung], result: SearchResult) -> Table:
 
 
 def _changes_table(alternatives: Sequence[Change], best: Prediction) -> Table:
-    table = _table("change", "to", "step", "", "memory")
+    table = _table("change", "to", "step", "", "memory", "and with it")
     for change in alternatives:
         slower = change.seconds / best.step_seconds - 1
         memory = format_bytes(change.peak_bytes) + ("" if change.fits else ", too much")
         current = str(getattr(best.layout, change.name) or best.layout.shard_size)
         table.add_row(
-            f"{change.name} = {current}", change.value, format_seconds(change.seconds), f"{slower:+.1%}", memory,
+            f"{change.name} = {current}", change.value, format_seconds(change.seconds), f"{slower:+.1%}", memory, change.also,
             style="" if change.fits else "red dim",
         )  # fmt: skip
     return table

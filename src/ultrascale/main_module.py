@@ -1,0 +1,20 @@
+"""Processes that do not run the script which starts them a second time."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+
+
+@contextmanager
+def hidden_main() -> Iterator[None]:
+    """Processes that multiprocessing starts within import no `__main__`: a script or notebook without a guard, or one that is
+    read from stdin, would run again there. What they call is a function of an importable module."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
