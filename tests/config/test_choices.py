@@ -51,4 +51,5 @@ def test_items_of_a_list_are_checked_and_a_missing_choice_is_none():
 
 
 def test_true_is_not_a_stage_of_zero():
-    assert [p.key for p in choice_problems(Layout(zero_stage=True), "layout.")] == ["layout.zero_stage"]
+    layout = Layout(zero_stage=True)  # pyright: ignore[reportArgumentType]
+    assert [p.key for p in choice_problems(layout, "layout.")] == ["layout.zero_stage"]
