@@ -2,6 +2,6 @@
 
 resolve            the resolution, in order; a resolved run as text
 layers, schema     values with their sources; keys and types
-ranges, rules      limits of single values; invalid combinations
+choices, ranges    values that a setting may have; rules: invalid combinations
 reference          every key in one line
 """

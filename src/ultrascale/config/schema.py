@@ -12,6 +12,7 @@ from functools import cache
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from ultrascale.config.choices import choice_problem, is_choice
 from ultrascale.description.parsing import parse_toml
 from ultrascale.description.problems import MOST_PROBLEMS, Problem
 from ultrascale.description.run import RampStage, Run
@@ -189,20 +190,12 @@ def _as_typed(value: Any, at: ValueContext) -> Any:
 
 def _literal(value: Any, options: tuple[Any, ...], at: ValueContext) -> Any:
     for option in options:
-        if (str(option) == value and (at.text or isinstance(option, str))) or (value == option and type(value) is type(option)):
+        if (str(option) == value and (at.text or isinstance(option, str))) or is_choice(value, option):
             return option
-    nearest = _of_like_size(str(value), options) or get_close_matches(str(value), [str(option) for option in options], n=1)
     quoted = not at.text and isinstance(value, str) and value in map(str, options)
     hint = "Choose one of them" + (", without the quotes." if quoted else ".")
-    rule = f"must be one of {', '.join(map(repr, options))}, is {value!r}"
-    return at.wrong(rule, f"Did you mean {nearest[0]!r}?" if nearest and nearest[0] != value else hint)
-
-
-def _of_like_size(value: str, options: tuple[Any, ...]) -> list[str]:
-    """At most one option: same letters as `value`, nearest number. For fp4 it is fp8 and not fp64."""
-    parts = re.fullmatch(r"([a-z]+)(\d{1,4})", value)
-    alike = [str(option) for option in options if parts and re.fullmatch(rf"{parts[1]}\d+", str(option))]
-    return sorted(alike, key=lambda option: abs(int(option[len(parts[1]) :]) - int(parts[2])) if parts else 0)[:1]
+    problem = choice_problem(at.key, value, options, hint=hint)
+    return at.wrong(problem.rule, problem.remedy)
 
 
 def _bool(value: Any, at: ValueContext) -> Any:

@@ -13,6 +13,7 @@ from ultrascale.catalogue.cluster import Accelerator, Cluster
 from ultrascale.catalogue.machines import missing_dtype_problem
 from ultrascale.catalogue.stacks.stack import Stack, with_attention, with_optimizer
 from ultrascale.catalogue.stacks.stack_files import STACKS
+from ultrascale.config.choices import expect_choices
 from ultrascale.config.rules.run_rules import micro_batch_problems
 from ultrascale.config.rules.trainable import untrainable, untrainable_layout
 from ultrascale.description.architecture.weights import num_parameters
@@ -253,7 +254,8 @@ def plan_run(
     save_seconds: float | None = None,
 ) -> RunPlan:
     """Memory and time of `run` on `cluster`, with the run's optimizer; with islands, of one island on its own cluster.
-    Raises SpecError if the batch or the device does not suit the layout."""
+    Raises SpecError for an unknown choice, and if the batch or the device does not suit the layout."""
+    expect_choices(run)
     if run.islands.count > 1:
         alone = plan_run(run_of_island(run), cluster, stack, expert_imbalance=expert_imbalance, storage=storage)
         return replace(alone, islands=plan_islands(run))

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ultrascale.config.rules.trainable import expect_trainable
+from ultrascale.config.rules.trainable import expect_trainable_run
 from ultrascale.data.loader import Sequences
 from ultrascale.description.run import Run, run_of_island
 from ultrascale.islands.outer_state import OuterState
@@ -95,7 +95,7 @@ def trace_rank(
 
     Raises SpecError if the trainer refuses the run, with its message, and TraceError for an operation that needs values.
     """
-    expect_trainable(run.model, run.layout)
+    expect_trainable_run(run)
     islands, run = run.islands, run_of_island(run)
     count = num_micro_batches(run.layout, run.batch.sequences_per_batch)
     traced = count if run.layout.pp > 1 or plays_all else min(count, MOST_ALIKE)

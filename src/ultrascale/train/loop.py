@@ -16,7 +16,7 @@ import time
 from contextlib import ExitStack
 
 from ultrascale import heartbeat
-from ultrascale.config.rules.trainable import expect_trainable
+from ultrascale.config.rules.trainable import expect_trainable_run
 from ultrascale.description.run import Run
 from ultrascale.description.units import count_of
 from ultrascale.parallel.time_limits import SLOW_SECONDS
@@ -51,7 +51,7 @@ def train(
     Raises SpecError (the run does not fit the processes, the data or the checkpoint), DataError, CheckpointError,
     NonFiniteError, RunFolderLostError.
     """
-    expect_trainable(run.model, run.layout)
+    expect_trainable_run(run)
     expect_trackers(run)
     run = with_absolute_paths(run)
     apart = where_they_meet(run, island)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ultrascale.config.choices import choice_problems, expect_choices
 from ultrascale.config.rules.rule import Rule
 from ultrascale.description.architecture.families import TRAINED
 from ultrascale.description.architecture.model import Model
 from ultrascale.description.layout import NARROW, Layout
 from ultrascale.description.problems import Problem, SpecError
 from ultrascale.description.recomputed import is_modules
+from ultrascale.description.run import Run
 from ultrascale.description.schedules import USUAL
 
 _PLANNED = "`ultrascale plan` handles it."
@@ -92,9 +94,18 @@ def untrainable_model(model: Model) -> list[Problem]:
 
 
 def expect_trainable(model: Model, layout: Layout | None = None) -> None:
-    """Raises SpecError with everything in `model` and `layout` that can be planned but not trained."""
-    if problems := untrainable(model, layout or Layout()):
+    """Raises SpecError with every unknown choice in `model` and `layout`, or else everything that can be planned but not
+    trained."""
+    layout = layout or Layout()
+    unknown = [*choice_problems(model, "model."), *choice_problems(layout, "layout.")]
+    if problems := unknown or untrainable(model, layout):
         raise SpecError(problems)
+
+
+def expect_trainable_run(run: Run) -> None:
+    """Raises SpecError with every unknown choice of `run`, or else everything that can be planned but not trained."""
+    expect_choices(run)
+    expect_trainable(run.model, run.layout)
 
 
 def _remedy(nearest: str) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ultrascale.config.rules.trainable import expect_trainable
+from ultrascale.config.rules.trainable import expect_trainable_run
 from ultrascale.description.progress import step_span
 from ultrascale.description.run import Run
 from ultrascale.measure.memory import LiveMemory
@@ -40,7 +40,7 @@ def begun_aside(run: Run, steps: int, folder: Path, *, rendezvous: str = "env://
 
     All ranks exit together. Raises SpecError (the run does not fit the processes or the data), DataError, OutOfDeviceMemory.
     """
-    expect_trainable(run.model, run.layout)
+    expect_trainable_run(run)
     run = with_absolute_paths(replace(run, steps=max(run.steps, steps)))
     timeout_seconds = max(START_SECONDS, run.collective_timeout_seconds)
     joined = process_group(run.layout, device=run.device, timeout_seconds=timeout_seconds, rendezvous=rendezvous)

@@ -12,7 +12,7 @@ from ultrascale.checkpoint.disk.folders import candidates
 from ultrascale.checkpoint.listing import only_damaged
 from ultrascale.checkpoint.manifest import MANIFEST_NAME
 from ultrascale.config.resolve import run_from_toml, to_toml
-from ultrascale.config.rules.trainable import expect_trainable
+from ultrascale.config.rules.trainable import expect_trainable_run
 from ultrascale.description.architecture.model import Model
 from ultrascale.description.architecture.weights import score_biases
 from ultrascale.description.architecture.weights import weights as weights_of
@@ -83,7 +83,7 @@ def import_as_first_checkpoint(folder: str | Path, run: Run) -> Path:
     Returns the checkpoint. Raises SpecError if the run's model differs, or the run has checkpoints already, and DataError if
     its data cannot be read.
     """
-    expect_trainable(run.model, run.layout)
+    expect_trainable_run(run)
     model, weights = import_folder(folder)
     run = with_absolute_paths(run)
     root = RunFolder.of(run).checkpoints
