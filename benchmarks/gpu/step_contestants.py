@@ -116,14 +116,15 @@ def ours(case: Case, model: Model) -> tuple[Step, dict[str, Any]]:
 def planned(run: Any, device: torch.device) -> dict[str, Any]:
     """What the planner says of `run` on this device: seconds, bytes and FLOPs."""
     from ultrascale.plan.flops import hardware_flops_per_token
+    from ultrascale.plan.memory.replay import rank_shape
     from ultrascale.plan.report import plan_run
     from ultrascale.train.start.fit import cluster_of
 
     plan = plan_run(run, cluster_of(run, device))
-    length, documents = run.batch.sequence_length, run.data.document_mask
+    shape = rank_shape(run.layout, run.batch.sequence_length, documents=run.data.document_mask, device="cuda")
     found: dict[str, Any] = {
         "planned_peak_bytes": plan.peak_bytes,
-        "hardware_flops_per_token": hardware_flops_per_token(run.model, run.layout, length, documents=documents),
+        "hardware_flops_per_token": hardware_flops_per_token(run.model, run.layout, shape),
     }
     if plan.prediction is not None:
         found |= {

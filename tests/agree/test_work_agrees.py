@@ -140,7 +140,7 @@ def test_flops_of_predicting_a_token_more_equal_those_that_torch_counts() -> Non
     assert counter.get_total_flops() == table - 2 * (2 * shape.num_tokens * model.vocab_size * model.hidden_size)
     plain = replace(model, num_nextn_predict_layers=0)
     assert model_flops_per_token(model, 64) == model_flops_per_token(plain, 64)
-    added = hardware_flops_per_token(model, Layout(), 64) - hardware_flops_per_token(plain, Layout(), 64)
+    added = hardware_flops_per_token(model, Layout(), shape) - hardware_flops_per_token(plain, Layout(), shape)
     products = sum(op.flops + op.backward_flops for op in more if op.kind != "attention") / shape.num_tokens
     attention = sum(op.flops for op in more if op.kind == "attention") / shape.num_tokens
     assert added == pytest.approx(products + 3.5 * attention * 65 / 128)
@@ -157,5 +157,5 @@ def test_full_recomputation_costs_a_forward_pass_of_the_blocks_without_its_last_
     products = sum(w.numel for w in weights(DEMO) if w.layer == 0 and len(w.shape) == 2)
     last = DEMO.intermediate_size * DEMO.hidden_size
     attention = 4 * DEMO.query_size * 257 / 2
-    plain, full = (hardware_flops_per_token(DEMO, Layout(recompute=way), 256) for way in ("none", "full"))  # type: ignore[arg-type]
+    plain, full = (hardware_flops_per_token(DEMO, Layout(recompute=way), Shape(1, 256)) for way in ("none", "full"))  # type: ignore[arg-type]
     assert full - plain == DEMO.num_hidden_layers * (2 * (products - last) + attention)

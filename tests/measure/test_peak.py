@@ -25,6 +25,7 @@ from ultrascale.plan.flops import hardware_flops_per_token, model_flops_per_toke
 from ultrascale.train.folder.run_folder import RunFolder
 from ultrascale.train.observers.metrics import Metrics
 from ultrascale.train.observers.performance import Performance
+from ultrascale.work.ops import Shape
 
 CPU = torch.device("cpu")
 NOW = MatmulCeiling(5e10, 0.1, "a processor", "fp32", 1024, 1)
@@ -115,7 +116,7 @@ def test_a_started_run_keeps_its_best_peak_and_counts_masked_documents(tmp_path:
         metrics.close()
         assert performance.peak.flops_per_second == 7e10
     assert json.loads((folder.path / machine.PEAK_FILE).read_text())["flops_per_second"] == 7e10
-    assert performance.hardware_flops == hardware_flops_per_token(run.model, run.layout, 64, documents=True)
+    assert performance.hardware_flops == hardware_flops_per_token(run.model, run.layout, Shape(1, 64, documents=True))
     assert performance.model_flops == model_flops_per_token(run.model, 64)
 
 

@@ -13,6 +13,7 @@ from ultrascale.description.run import Batch, Data, Run
 from ultrascale.plan.flops import hardware_flops_per_token
 from ultrascale.plan.report import plan_run
 from ultrascale.plan.time.step_parts import parts_at, step_parts
+from ultrascale.work.ops import Shape
 
 LAYOUTS: list[tuple[str, str, dict[str, Any]]] = [
     ("llama-3-8b", "8xh100", {"dp": 8, "zero_stage": 3}),
@@ -56,6 +57,6 @@ def test_pipelines_have_their_bubble_and_messages_in_one():
 def test_a_bound_from_a_measured_rate_counts_the_hardware_flops():
     model, layout = preset("llama-3-8b"), Layout(tp=2, pp=2, recompute="full")
     parts = parts_at(model, layout, sequence_length=2048, tokens_per_rank=4096, flops_per_second=1e12, documents=False)
-    flops = hardware_flops_per_token(model, layout, 2048) * 4096 / 4
+    flops = hardware_flops_per_token(model, layout, Shape(1, 2048)) * 4096 / 4
     assert sum(parts.values()) == pytest.approx(flops / 1e12)
     assert parts["recomputation"] > 0.2 * parts["matrix products"]

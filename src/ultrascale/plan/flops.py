@@ -5,7 +5,7 @@ model FLOPs     6 N per token, N the weights of GEMMs (including the head, witho
 context         causal: the positions that a token sees, (S+1)/2 on average or less with a sliding window; full: S, as the
                 playbook, nanotron and FlopCounterMode count
 hardware FLOPs  all FLOPs that are computed: with recomputation, multi-token prediction (not in MFU), attention's scores
-                again in its backward pass (a factor of 7/6), and
+                again in its backward pass (a factor of 7/6), logits again if the loss runs by slabs of the vocabulary, and
                 the full square of scores if attention needs a mask, for documents or a window: SDPA then skips nothing
 MFU, HFU        model or hardware FLOPs over the *peak*; both conventions of context are given, and each says which
 """
@@ -32,24 +32,24 @@ def model_flops_per_token(model: Model, sequence_length: int, *, full_attention:
     return 3 * products / sequence_length
 
 
-def hardware_flops_per_token(
-    model: Model, layout: Layout, sequence_length: int, *, documents: bool = False, masks: bool = True
-) -> float:
+def hardware_flops_per_token(model: Model, layout: Layout, rank: Shape) -> float:
     """FLOPs computed per token: with recomputation, multi-token prediction, and scores that are computed but masked.
 
-    `documents`: packed documents. `masks`: documents and windows are masks, so nothing is skipped; otherwise the kernel skips.
+    `rank`: shape of a rank's micro-batch. It decides whether documents and windows are masks, so that nothing is skipped, and
+    whether the loss computes its logits twice.
     """
-    return sum(hardware_flops(model, layout, sequence_length, documents=documents, masks=masks).values())
+    return sum(hardware_flops(model, layout, rank).values())
 
 
-def hardware_flops(
-    model: Model, layout: Layout, sequence_length: int, *, documents: bool = False, masks: bool = True
-) -> dict[str, float]:
+def hardware_flops(model: Model, layout: Layout, rank: Shape) -> dict[str, float]:
     """Hardware FLOPs per token by kind: GEMMs, attention, and the recomputation of both."""
-    shape, more = Shape(1, sequence_length, documents=documents, mlp_chunks=layout.mlp_chunks), model.num_nextn_predict_layers
-    products = float(sum(op.flops for op in head_work(model, shape))) * (1 + more)
-    products += 3.0 * more * sum(op.flops for op in prediction_work(model, shape))
-    attention = recomputed = 0.0
+    sequence_length, masks = rank.sequence_length, not rank.masks_in_kernel
+    shape = Shape(1, sequence_length, documents=rank.documents, mlp_chunks=layout.mlp_chunks)
+    more = model.num_nextn_predict_layers
+    heads = float(sum(op.flops for op in head_work(model, shape))) * (1 + more)  # three GEMMs each
+    products = heads + 3.0 * more * sum(op.flops for op in prediction_work(model, shape))
+    recomputed = heads / 3 * (max(op.forward_products for op in head_work(model, rank)) - 1)
+    attention = 0.0
     alike = Counter(
         (first, resolved(layout.block_recompute(layer), model, layer, layout)) for layer, first in enumerate(first_alike(model))
     )

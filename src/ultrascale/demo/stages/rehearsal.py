@@ -19,6 +19,7 @@ from ultrascale.models.decoder import Decoder
 from ultrascale.models.initialise import initialise
 from ultrascale.parallel.precision.mixed_precision import TORCH_DTYPE
 from ultrascale.plan.flops import hardware_flops_per_token
+from ultrascale.work.ops import Shape
 
 PASSES = 2
 PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16")
@@ -39,7 +40,7 @@ class Rehearsal:
 def rehearse(run: Run) -> Rehearsal:
     """Time the passes of one micro-batch of `run` on `run.layout.world_size` processes. Raises RankFailed."""
     per_rank = run_forked(run.layout.world_size, _seconds_on_rank, run)
-    flops = hardware_flops_per_token(run.model, run.layout, run.batch.sequence_length)
+    flops = hardware_flops_per_token(run.model, run.layout, Shape(1, run.batch.sequence_length))
     flops *= run.layout.micro_batch_size * run.batch.sequence_length
     return Rehearsal({p: flops / max(seconds[p] for seconds in per_rank) for p in PRECISIONS})
 
@@ -47,7 +48,7 @@ def rehearse(run: Run) -> Rehearsal:
 def step_seconds(run: Run, flops_per_second: float) -> float:
     """Step time in seconds at a process's rehearsed rate. A lower bound: communication, optimizer and data are excluded."""
     tokens = run.batch.sequences_per_batch * run.batch.sequence_length
-    flops = tokens * hardware_flops_per_token(run.model, run.layout, run.batch.sequence_length)
+    flops = tokens * hardware_flops_per_token(run.model, run.layout, Shape(1, run.batch.sequence_length))
     return flops / (flops_per_second * run.layout.dp)
 
 

@@ -125,9 +125,7 @@ class Prediction:
         """Hardware FLOPs utilization (recomputation included) over the dense bf16 peak."""
         length = self.workload.sequence_length
         shape = rank_shape(self.layout, length, documents=self.workload.documents, device="cuda", stack=self.workload.stack)
-        flops = hardware_flops_per_token(
-            self.workload.model, self.layout, length, documents=shape.documents, masks=not shape.masks_in_kernel
-        )
+        flops = hardware_flops_per_token(self.workload.model, self.layout, shape)
         return flops * self.tokens_per_second_per_gpu / half_precision_peak(self.workload.cluster.accelerator)
 
 

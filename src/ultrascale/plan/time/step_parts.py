@@ -25,7 +25,7 @@ from ultrascale.plan.time.price import Prediction
 from ultrascale.plan.time.stages import Stages, partition_stages
 from ultrascale.plan.workload import Workload
 from ultrascale.work.op_builders import without_fp8
-from ultrascale.work.ops import Op
+from ultrascale.work.ops import Op, Shape
 from ultrascale.work.work import block_work, embedding_work, head_work, prediction_work
 
 KINDS: dict[str, Callable[[Op], Op]] = {
@@ -81,7 +81,7 @@ def parts_at(
     model: Model, layout: Layout, *, sequence_length: int, tokens_per_rank: float, flops_per_second: float, documents: bool
 ) -> dict[str, float]:
     """Seconds of GEMMs and attention at `flops_per_second`: a bound for a device without published rates."""
-    by_kind = hardware_flops(model, layout, sequence_length, documents=documents)
+    by_kind = hardware_flops(model, layout, Shape(1, sequence_length, documents=documents))
     share = 1 / (layout.tp * layout.cp * layout.pp)
     return {name: flops * tokens_per_rank * share / flops_per_second for name, flops in by_kind.items()}
 

@@ -41,9 +41,7 @@ class Performance(LoopObserver):
         self.model_flops = model_flops_per_token(run.model, length)
         documents = run.data.document_mask
         shape = rank_shape(run.layout, length, documents=documents, device="cuda" if ranks.device.type == "cuda" else "cpu")
-        self.hardware_flops = hardware_flops_per_token(
-            run.model, run.layout, length, documents=shape.documents, masks=not shape.masks_in_kernel
-        )
+        self.hardware_flops = hardware_flops_per_token(run.model, run.layout, shape)
         peak_file = metrics.folder.path / PEAK_FILE
         self.peak = stored_or_measured_peak(peak_file, run.cluster, run.layout.precision, ranks.device)
         if self.peak.ceiling is not None:
