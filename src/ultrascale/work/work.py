@@ -331,10 +331,11 @@ def _parallel_loss_scratch_bytes(shape: Shape, d: int, v: int, rows: int) -> int
     a, w, n = shape.itemsize, shape.wide_itemsize, shape.num_tokens
     narrow = a < w
     chunk = rows * v * (a + (w if narrow else 0)) + rows * d * a + (v * d * a if narrow else 0)
+    # Of each row: the target's index, its logit, the three numbers that are gathered, normalizer, loss, and three masks.
+    chunk += rows * (INDEX_BYTES + 6 * w + 3)
     in_chunks = chunk + (n - shape.outer_tokens) * d * a + v * d * (w - a)
     summed = n * d * a + exchanged_bytes(shape, n * d * a) + v * d * (w - a)
-    gathered = shape.outer_tokens * d * a if shape.shards_sequence else 0  # the gathered tensor, still held by the decoder
-    return gathered + max(in_chunks, summed)
+    return max(in_chunks, summed)
 
 
 def _slab_loss_scratch_bytes(shape: Shape, d: int, v: int) -> int:
