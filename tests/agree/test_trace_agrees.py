@@ -320,3 +320,13 @@ def test_what_the_loss_over_tp_keeps_for_each_row_is_planned(sequence_parallel: 
     apart, wrong = compared(Traced(run, 0))
     assert not wrong
     assert abs(apart.peak) < 0.02
+
+
+@pytest.mark.parametrize(
+    "layout, documents", [(Layout(tp=2), False), (Layout(cp=8), True), (Layout(pp=2), False)], ids=["tp", "cp", "pp"]
+)
+def test_a_batch_on_the_device_is_planned_as_it_is_traced(layout: Layout, documents: bool) -> None:
+    """Also where some micro-batches are traced for all: positions count, and over cp the document indices are on the host."""
+    run = Run(LLAMA, layout=layout, batch=Batch(128, 11), data=Data(document_mask=documents))
+    found, planned = trace_rank(run, 0, device="cuda", round_to=1), planned_rank(run, 0, "cuda")
+    assert planned.peak.by_category["other"] == found.by_category(found.peak_at(1))["other"] > 0

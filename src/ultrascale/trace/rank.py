@@ -158,6 +158,7 @@ def record_steps(
     if traced < count:
         setattr(trainer.passes, "train", lambda batches, num_targets: train(batches[:traced], num_targets))  # noqa: B010
 
+    setattr(trainer, "to_device", recorder.as_batch(trainer.to_device))  # noqa: B010
     agree = trainer.agree_on_targets
     # Other ranks' target counts are missing here, and a step without a target does not update.
     setattr(trainer, "agree_on_targets", lambda batches: max(1, agree(batches)))  # noqa: B010

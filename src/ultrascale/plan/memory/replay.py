@@ -365,14 +365,17 @@ def muon_matrices(model: Model, parts: Mapping[int, StagePart]) -> list[Weight]:
 
 def _batch_bytes(model: Model, layout: Layout, shape: Shape, *, documents: bool) -> int:
     """Bytes of one micro-batch: tokens, targets, positions where the trainer passes them, document indices of the whole
-    sequences, keys of dropout."""
+    sequences, which our trainer keeps on the host under cp, keys of dropout."""
     token = shape.micro_batch_size * INDEX_BYTES
     local, whole = token * shape.local_length, token * shape.sequence_length
     has_positions = documents or layout.cp > 1
+    on_host = layout.cp > 1 and shape.device != "cpu" and shape.kernels.own_fp8  # in our trainer
     alike = (
         0 if has_positions or layout.world_size == layout.dp else shape.local_length * INDEX_BYTES
     )  # one row for all sequences
-    return (3 if model.dropout else 2) * local + (local if has_positions else alike) + (whole if documents else 0)
+    return (
+        (3 if model.dropout else 2) * local + (local if has_positions else alike) + (whole if documents and not on_host else 0)
+    )
 
 
 class _Orders(NamedTuple):

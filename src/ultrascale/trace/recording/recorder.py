@@ -90,6 +90,15 @@ class Storages(LiveMemory):
             self.times = 1
         self.trace.marks.append(Mark(self._tick, self._step, phase, action))
 
+    def as_batch(self, make: Callable[..., Any]) -> Callable[..., Any]:
+        """`make`, with all that it allocates counted as a batch."""
+
+        def counted(*args: Any) -> Any:
+            with self._in_region("other"):
+                return make(*args)
+
+        return counted
+
     def _hide(self, storage: torch.UntypedStorage) -> None:
         """Excludes a storage from the count."""
         key = storage._cdata
