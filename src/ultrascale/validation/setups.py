@@ -49,7 +49,7 @@ MOST_CANDIDATES = 96
 """Most layouts tried for one row."""
 LARGEST_MICRO_BATCH = 64
 UNSTATED_MICRO_BATCHES = (1, 2, 4, 8)
-"""Those of a row without any batch and pipeline: of the largest as global batch, a step may be one of it or several smaller."""
+"""Micro-batch sizes of a row without any batch or pipeline; the global batch is the largest of them on each rank."""
 USUAL_NODE_GPUS = 8
 USUAL_SEQUENCE = 4096
 """Sequence length in tokens of most rows that state it."""
