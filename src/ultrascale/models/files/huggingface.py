@@ -74,8 +74,8 @@ def _expect_same_model(earlier: Path, config: Mapping[str, Any]) -> None:
         return
     differ = [key for key in _KIND if isinstance(held, dict) and held.get(key, config.get(key)) != config.get(key)]
     if differ:
-        found = ", ".join(f"{key} = {held[key]}" for key in differ)
-        raise mistake(str(earlier.parent), f"holds another model ({found}) and is not replaced", "Choose another folder.")
+        values = ", ".join(f"{key} = {held[key]}" for key in differ)
+        raise mistake(str(earlier.parent), f"holds another model ({values}) and is not replaced", "Choose another folder.")
 
 
 def import_folder(path: str | Path) -> tuple[Model, dict[str, Tensor]]:
