@@ -222,6 +222,14 @@ def test_memory_is_drawn_for_each_zero_stage_and_its_parts_sum_up():
     assert [one["label"] for one in memory["ranks"]] == ["rank 0", "rank 1"]
 
 
+def test_a_layout_that_does_not_fit_is_not_shown_as_one_that_runs():
+    answer = question(SMALL | {"model": "llama-3.1-405b", "count": "32"})
+    facts = {fact["name"]: fact["text"] for fact in answer["facts"]}
+    assert {"Step, if it fitted", "Tokens a second, if it fitted", "MFU, if it fitted"} <= facts.keys()
+    assert facts["ultrascale train"] == "would run out of memory"
+    assert answer["sufficient"].startswith("128 GPUs would do")
+
+
 def test_the_waterfall_sums_to_the_step_and_the_schedule_is_the_planners():
     answer = question(SMALL | {"pp": "4", "schedule": "1f1b", "micro_batch_size": "1"})
     seconds = json.loads(answer["json"])["time"]["seconds_per_step"]

@@ -65,6 +65,8 @@ class PagePlan:
     """Tokens to train on; None: 20 per parameter."""
     explanation: Callable[[], dict[str, Any]] | None = None
     """Function that computes what --explain adds to a search's JSON; it takes seconds, and runs only when asked for."""
+    sufficient: Callable[[], str] | None = None
+    """Function that computes the sentence on the number of GPUs on which a layout fits; called only if none fits."""
 
 
 def answer(planned: PagePlan, words: list[str], *, parts: Collection[str] = PARTS) -> dict[str, Any]:
@@ -103,6 +105,8 @@ def _rest(planned: PagePlan) -> dict[str, Any]:
     document: dict[str, Any] = {"memory": _memory(planned), "flags": _flags(chosen)}
     if chosen.prediction is not None:
         document |= {"roofline": _roofline(chosen.prediction), "sent": _sent(chosen)}
+    if planned.sufficient is not None and planned.result is not None and planned.result.best is None:
+        document["sufficient"] = planned.sufficient()
     return document
 
 
@@ -145,10 +149,15 @@ def _facts(planned: PagePlan) -> list[dict[str, str]]:
     ]
     if prediction is not None:
         low, high = (format_seconds(seconds) for seconds in step_interval(prediction))
+        condition = "" if chosen.fits else ", if it fitted"
         rows = [
-            ("Step", format_seconds(prediction.step_seconds), f"80% prediction interval: {low} to {high}"),
-            ("Tokens a second", f"{prediction.tokens_per_second:,.0f}", f"{prediction.tokens_per_second_per_gpu:,.0f} a GPU"),
-            ("MFU", f"{prediction.mfu():.1%}", f"HFU {prediction.hfu():.1%}"),
+            (f"Step{condition}", format_seconds(prediction.step_seconds), f"80% prediction interval: {low} to {high}"),
+            (
+                f"Tokens a second{condition}",
+                f"{prediction.tokens_per_second:,.0f}",
+                f"{prediction.tokens_per_second_per_gpu:,.0f} a GPU",
+            ),
+            (f"MFU{condition}", f"{prediction.mfu():.1%}", f"HFU {prediction.hfu():.1%}"),
             *rows,
         ]
         if chosen.fits:
@@ -163,10 +172,11 @@ def _facts(planned: PagePlan) -> list[dict[str, str]]:
     headroom = format_bytes(abs(chosen.headroom_bytes))
     margin = f"{format_bytes(chosen.reserve_bytes)} more is kept free for the allocator"
     rows.insert(1, ("Headroom" if chosen.fits else "Too much", headroom, margin))
-    runs = not not_trainable(chosen.run) and chosen.stack.name == "ultrascale"
-    rows.append(
-        ("ultrascale train", "runs this layout" if runs else "does not run this layout", f"planned for {chosen.stack.name}")
-    )
+    if not_trainable(chosen.run) or chosen.stack.name != "ultrascale":
+        trained = "does not run this layout"
+    else:
+        trained = "runs this layout" if chosen.fits else "would run out of memory"
+    rows.append(("ultrascale train", trained, f"planned for {chosen.stack.name}"))
     return [dict(zip(("name", "text", "note"), row, strict=True)) for row in rows]
 
 

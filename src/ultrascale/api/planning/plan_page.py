@@ -31,7 +31,13 @@ def page_plan(plan: Plan) -> PagePlan:
         complete = searched if searched.scaling_points or searched.better_clusters else explained(searched)
         return complete.to_json(top=options.top, explained=True)["explanation"]
 
-    return PagePlan(plan.chosen, plan.to_dict(), searched.result, conditions(options), tokens, explanation)
+    @cache
+    def sufficient() -> str:
+        from ultrascale.api.planning.plan_search import sufficient_gpus
+
+        return sufficient_gpus(searched)
+
+    return PagePlan(plan.chosen, plan.to_dict(), searched.result, conditions(options), tokens, explanation, sufficient)
 
 
 def write_png(plan: Plan, folder: str) -> list[Path]:

@@ -56,7 +56,7 @@ function drawMemory(memory, choose) {
   const limits = [["", "a device", memory.capacity], ["usable", "to be used", memory.usable]];
   const used = new Set([...memory.bars, ...memory.ranks].flatMap((bar) => bar.parts.map((part) => part.name)));
   const rows = memory.bars.map((bar) => {
-    const words = `${bar.text}, ${bar.fits ? "fits" : "does not fit"}, step ${bar.step}`;
+    const words = `${bar.text}, ${bar.fits ? `fits, step ${bar.step}` : `does not fit; step, if it did, ${bar.step}`}`;
     const label = choose
       ? make("button", { type: "button", "aria-pressed": String(bar.chosen), title: `Plan with ${bar.label}`, onclick: () => choose(bar.zero_stage) }, bar.label)
       : make("b", {}, bar.label);
@@ -231,7 +231,7 @@ function drawScaling(rows) {
 
 function drawFacts(answer) {
   return section("facts", answer.title.model, `${answer.title.machine}; ${answer.title.layout}`,
-    make("p", { class: `verdict ${answer.verdict.kind}` }, answer.verdict.text),
+    make("p", { class: `verdict ${answer.verdict.kind}` }, answer.verdict.text, answer.sufficient ? ` ${answer.sufficient}` : ""),
     answer.notes.length ? make("ul", { class: "notes" }, answer.notes.map((note) => make("li", {}, note))) : null,
     make("dl", { class: "facts" }, answer.facts.map((fact) => make("div", {}, make("dt", {}, fact.name), make("dd", {}, fact.text, make("small", {}, fact.note))))));
 }
