@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
 
@@ -16,9 +17,11 @@ from page.dropped import LLAMA, RUN
 
 import ultrascale as us
 from ultrascale.cli.main import main
-from ultrascale.cli.plan.page import question
+from ultrascale.cli.plan.page import planned, question
 from ultrascale.config.failures import problem_list
 from ultrascale.page.controls import CONTROLS, words_of
+from ultrascale.page.ranked import TOP, ranking
+from ultrascale.plan.search.search import distinct
 
 SMALL = {"model": "llama-3-8b", "count": "8", "machine": "h100-sxm", "seq_len": "4096", "tokens_per_batch": "512k"}
 
@@ -211,6 +214,15 @@ def test_no_control_reads_a_file(name, tmp_path, monkeypatch):
 
 def test_a_key_that_is_no_control_is_refused():
     assert "save" in question(SMALL | {"save": "x.toml"})["error"]
+
+
+def test_the_rows_marked_as_tied_are_those_that_the_note_counts():
+    planned_search = planned(words_of(SMALL, Path())).result
+    assert planned_search is not None
+    shown = ranking(planned_search)
+    tied = distinct(planned_search.ranked[: planned_search.num_tied])[:TOP]
+    assert [row["tied"] for row in shown["rows"]] == [row < len(tied) for row in range(len(shown["rows"]))]
+    assert f"{planned_search.num_tied}, with those that differ only in details, are within 2%" in shown["note"]
 
 
 def test_memory_is_drawn_for_each_zero_stage_and_its_parts_sum_up():
