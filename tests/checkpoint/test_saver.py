@@ -16,6 +16,7 @@ from ranks import run_ranks
 
 from ultrascale import checkpoint
 from ultrascale.checkpoint import CheckpointError, LostContactError, Saver, saver
+from ultrascale.checkpoint.disk import files
 
 
 def names(root: Path) -> list[str]:
@@ -158,6 +159,15 @@ def test_control_a_place_that_nobody_tries_at_the_start_is_told_of_at_the_first_
     monkeypatch.setattr(saver, "check_writable", lambda root: None)
     nobody_holds_the_folder(monkeypatch)
     fails(test_a_place_that_cannot_be_written_is_told_before_the_first_save, tmp_path, "{file}/below", told="DID NOT RAISE")
+
+
+def test_a_full_disk_is_told_without_a_file_that_has_no_name(tmp_path, monkeypatch):
+    def refuse(*arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files, "_write_blocks", refuse)
+    with pytest.raises(CheckpointError, match=r"cannot be written here \(No space left on device\)\. Choose"):
+        checkpoint.check_writable(tmp_path)
 
 
 def test_the_write_test_leaves_nothing(tmp_path):
