@@ -15,6 +15,7 @@ from ultrascale.cli.terminal.parse import parse_with_overrides
 from ultrascale.config.resolve import Resolved, resolve
 from ultrascale.config.rules.early import data_missing_here
 from ultrascale.console import print_line
+from ultrascale.description.output_file import write_output
 from ultrascale.description.problems import mistake
 from ultrascale.description.run import Run
 from ultrascale.description.units import format_bytes, format_seconds
@@ -106,7 +107,7 @@ def command(arguments: list[str]) -> int:
     _expect_unedited(texts, launcher)
     for number, (text_file, text) in enumerate(texts.items()):
         text_file.parent.mkdir(parents=True, exist_ok=True)
-        text_file.write_text(text)
+        write_output(text_file, text)
         if to_submit:
             try:
                 output = submit(launcher, text_file)

@@ -9,6 +9,7 @@ from typing import Any
 from ultrascale.api.extras import naming_extras
 from ultrascale.api.planning.plan_result import Plan
 from ultrascale.api.planning.run_of import conditions
+from ultrascale.description.output_file import write_output
 from ultrascale.description.problems import mistake
 from ultrascale.description.units import parse_tokens
 from ultrascale.page.plan_data import PagePlan
@@ -55,4 +56,4 @@ def write_html(plan: Plan, path: str) -> None:
     from ultrascale.page.html_file import plan_file
     from ultrascale.page.plan_data import answer
 
-    Path(path).write_text(plan_file(answer(page_plan(plan), list(plan.request.words))), encoding="utf-8")
+    write_output(path, plan_file(answer(page_plan(plan), list(plan.request.words))))
