@@ -388,6 +388,13 @@ def test_the_step_is_drawn_and_traced(tmp_path, capsys) -> None:
     assert "is there already" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("flag", "name"), [("--html", "plan.html"), ("--save", "plan.toml")])
+def test_a_folder_given_for_a_file_is_called_a_folder(flag, name, tmp_path, capsys) -> None:
+    assert main([*ISSUE, flag, str(tmp_path)]) == 2
+    told = " ".join(capsys.readouterr().err.split())
+    assert f"{tmp_path} is a folder" in told and f"Name a file, such as {tmp_path / name}." in told
+
+
 def test_a_file_on_a_full_disk_is_named_and_nothing_of_it_stays(tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setattr(sys, "dont_write_bytecode", True)  # the limit would cut a module's too
     words = [*ISSUE, "--zero-stage", "3", "--tp", "1", "--pp", "1"]
