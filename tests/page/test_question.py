@@ -242,6 +242,16 @@ def test_a_layout_that_does_not_fit_is_not_shown_as_one_that_runs():
     assert answer["sufficient"].startswith("128 GPUs would do")
 
 
+def test_operations_and_what_is_beside_them_sum_to_the_compute_of_the_step():
+    answer = question(SMALL)
+    account = answer["roofline"]["account"]
+    (compute,) = [part["value"] for part in answer["waterfall"] if part["name"] == "compute"]
+    assert account["value"] == compute == pytest.approx(sum(part["value"] for part in account["parts"]), rel=2e-3)
+    first = account["parts"][0]
+    assert first["value"] == pytest.approx(sum(row["seconds"] for row in answer["roofline"]["rows"]))
+    assert first["value"] < 0.995 * compute
+
+
 def test_the_waterfall_sums_to_the_step_and_the_schedule_is_the_planners():
     answer = question(SMALL | {"pp": "4", "schedule": "1f1b", "micro_batch_size": "1"})
     seconds = json.loads(answer["json"])["time"]["seconds_per_step"]

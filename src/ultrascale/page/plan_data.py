@@ -29,6 +29,7 @@ from ultrascale.plan.flags.trainers import WRITERS, trainer_flags
 from ultrascale.plan.report import RunPlan, not_trainable, plan_run, step_interval, workload_of
 from ultrascale.plan.search.search import SearchResult
 from ultrascale.plan.time.price import Prediction
+from ultrascale.plan.time.step_parts import step_parts
 from ultrascale.plan.view.notes import TIGHT_BYTES, notes
 from ultrascale.plan.view.plan_view import FOOTPRINT, TIMES
 from ultrascale.plan.view.search_view import layout_words
@@ -42,6 +43,8 @@ FIRST, REST = PARTS = ("first", "rest")
 """Parts of an answer."""
 MOST_OPERATIONS = 24
 """Most operations of the roofline: the longest."""
+LEAST_TOLD = 0.0005
+"""Smallest part of the compute time that is listed beside the operations."""
 AXES = {
     "tensor_parallel": "tp",
     "context_parallel": "cp",
@@ -270,8 +273,24 @@ def _roofline(prediction: Prediction) -> dict[str, Any] | None:
     return {
         "rows": rows, "peak": _number(peak, f"{peak / 1e12:,.0f} TFLOP/s"),
         "bandwidth": _number(bandwidth, f"{bandwidth / 1e12:.2f} TB/s"), "device": accelerator.title,
-        "ridge": f"{peak / bandwidth:,.0f} FLOP/B",
+        "ridge": f"{peak / bandwidth:,.0f} FLOP/B", "account": _account(prediction, [op.seconds for op in work]),
     }  # fmt: skip
+
+
+def _account(prediction: Prediction, seconds: list[float]) -> dict[str, Any]:
+    """Compute time of the step as the sum of its parts: the operations, of these `seconds` each, and what is beside them."""
+    compute, gaps = prediction.waterfall["compute"], step_parts(prediction)["launch gaps"]
+    shorter = seconds[MOST_OPERATIONS:]
+    parts = {
+        "the operations below": sum(seconds[:MOST_OPERATIONS]),
+        f"{count_of(len(shorter), 'shorter one')}": sum(shorter),
+        "waiting for launches": gaps,
+        "slowed by communication that overlaps": compute - gaps - sum(seconds),
+    }
+    told = {name: value for name, value in parts.items() if value >= LEAST_TOLD * compute}
+    return _number(compute, format_seconds(compute)) | {
+        "parts": [{"label": name, **_number(value, format_seconds(value))} for name, value in told.items()]
+    }
 
 
 def _sent(chosen: RunPlan) -> dict[str, Any]:

@@ -131,7 +131,8 @@ function drawRoofline(roofline, width) {
   const tell = (event) => { const of = event.target.closest("[data-told]"); if (of) told.textContent = of.dataset.told; };
   picture.addEventListener("pointerover", tell);
   picture.addEventListener("pointerdown", tell);
-  return section("roofline", "Roofline of the step's operations", "Forward and backward of the slowest rank, at the speed the planner prices them. Element-wise work has no products: its bound is memory.", picture, told,
+  return section("roofline", "Roofline of the step's operations", "Forward and backward of the slowest rank, at the speed the planner prices them. Element-wise work has no products: its bound is memory.",
+    make("p", { class: "about" }, `Compute of the step, ${roofline.account.text}: ${roofline.account.parts.map((part) => `${part.label} ${part.text}`).join(", ")}.`), picture, told,
     make("ul", { class: "legend" }, make("li", {}, make("i", { class: "dot product" }), "matrix products"), make("li", {}, make("i", { class: "dot attention" }), "attention")),
     table(["", "operation", "time", "share", "reaches", "of its bound", "bound by", "intensity", "times a step"], roofline.rows.map((row, index) =>
       [index + 1, row.name, row.text, row.share, row.rate_text, row.reached, row.bound, row.intensity_text, row.times]), { caption: "Operations of the step" }));
