@@ -23,10 +23,10 @@ from ultrascale.config.resolve import resolve
 from ultrascale.config.rules.trainable import expect_trainable
 from ultrascale.description.architecture.huggingface import to_hf
 from ultrascale.description.layout import Layout
-from ultrascale.description.output_file import write_output
 from ultrascale.description.problems import Problem, SpecError, mistake
 from ultrascale.description.run import Run, run_of_island
 from ultrascale.description.units import count_of
+from ultrascale.output_file import write_output
 
 if TYPE_CHECKING:  # imports torch
     from ultrascale.check.compare import Verdict

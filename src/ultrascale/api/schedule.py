@@ -17,10 +17,10 @@ from ultrascale.api.planning.plan_request import SHORT
 from ultrascale.api.planning.run_of import ModelAndMachines, planned_run
 from ultrascale.api.schemas.stamp import stamped
 from ultrascale.description.layout import PipelineRuntime
-from ultrascale.description.output_file import write_output
 from ultrascale.description.problems import Problem, SpecError, mistake
 from ultrascale.description.schedules import SCHEDULE_ALIASES, SCHEDULES
 from ultrascale.description.units import count_of
+from ultrascale.output_file import write_output
 from ultrascale.plan.memory.replay import num_micro_batches
 
 if TYPE_CHECKING:

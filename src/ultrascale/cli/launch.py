@@ -15,7 +15,6 @@ from ultrascale.cli.terminal.parse import parse_with_overrides
 from ultrascale.config.resolve import Resolved, resolve
 from ultrascale.config.rules.early import data_missing_here
 from ultrascale.console import print_line
-from ultrascale.description.output_file import write_output
 from ultrascale.description.problems import mistake
 from ultrascale.description.run import Run
 from ultrascale.description.units import format_bytes, format_seconds
@@ -25,6 +24,7 @@ from ultrascale.jobs.kubernetes import kubernetes_text
 from ultrascale.jobs.skypilot import skypilot_text
 from ultrascale.jobs.slurm import slurm_array_text, slurm_text
 from ultrascale.jobs.submit import COMMANDS, LauncherError, expect_launcher, submit
+from ultrascale.output_file import write_output
 
 TEXTS = {
     "slurm": (slurm_text, ".sbatch"), "kubernetes": (kubernetes_text, ".k8s.yaml"), "skypilot": (skypilot_text, ".sky.yaml"),

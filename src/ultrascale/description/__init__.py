@@ -6,6 +6,5 @@ schedules          facts of every pipeline schedule, one row each
 architecture       the model: dimensions, weights, and conversion to and from `config.json`
 sections           `[launch]`, trackers, `[islands]`
 progress           the sequences of each step
-output_file        writing of a file whole or not at all
 units, problems    parsing and printing of numbers with units; problems, collected and reported together
 """

@@ -8,8 +8,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from ultrascale.description.output_file import write_output
 from ultrascale.description.problems import mistake
+from ultrascale.output_file import write_output
 from ultrascale.page.documents import Document
 
 _SHELL = """<!doctype html>

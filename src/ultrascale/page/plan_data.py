@@ -43,7 +43,7 @@ FIRST, REST = PARTS = ("first", "rest")
 """Parts of an answer."""
 MOST_OPERATIONS = 24
 """Most operations of the roofline: the longest."""
-LEAST_TOLD = 0.0005
+LEAST_LISTED = 0.0005
 """Smallest part of the compute time that is listed beside the operations."""
 AXES = {
     "tensor_parallel": "tp",
@@ -287,9 +287,9 @@ def _account(prediction: Prediction, seconds: list[float]) -> dict[str, Any]:
         "waiting for launches": gaps,
         "slowed by communication that overlaps": compute - gaps - sum(seconds),
     }
-    told = {name: value for name, value in parts.items() if value >= LEAST_TOLD * compute}
+    listed = {name: value for name, value in parts.items() if value >= LEAST_LISTED * compute}
     return _number(compute, format_seconds(compute)) | {
-        "parts": [{"label": name, **_number(value, format_seconds(value))} for name, value in told.items()]
+        "parts": [{"label": name, **_number(value, format_seconds(value))} for name, value in listed.items()]
     }
 
 

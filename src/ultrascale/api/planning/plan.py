@@ -39,8 +39,8 @@ from ultrascale.catalogue.stacks.stack import Stack, with_optimizer
 from ultrascale.catalogue.stacks.stack_files import changed_stack
 from ultrascale.config.layers import read_flags
 from ultrascale.config.resolve import resolve, to_toml
-from ultrascale.description.output_file import write_output
 from ultrascale.description.problems import SpecError, mistake
+from ultrascale.output_file import write_output
 from ultrascale.plan.report import RunPlan, alternatives, first_that_fits, has_rates, plan_run
 
 

@@ -9,9 +9,9 @@ from typing import Any
 from ultrascale.api.extras import naming_extras
 from ultrascale.api.planning.plan_result import Plan
 from ultrascale.api.planning.run_of import conditions
-from ultrascale.description.output_file import write_output
 from ultrascale.description.problems import mistake
 from ultrascale.description.units import parse_tokens
+from ultrascale.output_file import write_output
 from ultrascale.page.plan_data import PagePlan
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 
-from ultrascale.description.output_file import write_output
 from ultrascale.description.problems import mistake
+from ultrascale.output_file import write_output
 from ultrascale.plan.pipeline.pipelined import stage_seconds
 from ultrascale.plan.pipeline.play import Timeline, simulate
 from ultrascale.plan.report import RunPlan
