@@ -4,6 +4,7 @@ out."""
 import errno
 import json
 import os
+import re
 import resource
 import threading
 from collections.abc import Callable
@@ -339,3 +340,21 @@ def test_a_folder_that_is_made_is_made_durable_with_all_above_it(tmp_path):
         make_folder(tmp_path / "a" / "b" / "c")
         above = [recorder.inode(str(folder)) for folder in (tmp_path, tmp_path / "a", tmp_path / "a" / "b")]
     assert [one.inode for one in recorder.operations if one.kind == "fsync"] == above
+
+
+def test_a_full_disk_is_told_without_a_file_that_has_no_name(tmp_path):
+    code = f"""
+from pathlib import Path
+from tiny_disk import fill
+from ultrascale import checkpoint
+folder = Path({str(tmp_path)!r})
+fill(folder)
+try:
+    checkpoint.check_writable(folder)
+except checkpoint.CheckpointError as error:
+    print(error)
+"""
+    told = on_a_tiny_disk(tmp_path, code)
+    if told is None:
+        pytest.skip("no file system can be mounted here")
+    assert re.search(r"cannot be written here \(No space left on device(: .+)?\)\. Choose", told) and "None" not in told, told

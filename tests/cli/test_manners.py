@@ -288,6 +288,19 @@ def test_a_source_in_a_store_is_for_the_ranks_to_look_for(tmp_path):
     expect_ready(found.run)
 
 
+def test_a_folder_whose_preparation_failed_is_called_unfinished_and_its_validation_is_not_blamed(tmp_path):
+    folder = tmp_path / "py"
+    (folder / "validation").mkdir(parents=True)
+    for name in ("tokenizer.json", "unfinished.json"):
+        (folder / name).write_text("{}")
+    words = ["--model.preset", "tiny-llama", "--data.sources", str(folder), "--data.validation", str(folder / "validation")]
+    run = resolve(None, [*words, "--evaluation.every-steps", "2"]).run
+    with pytest.raises(SpecError) as error:
+        expect_ready(run)
+    (problem,) = error.value.problems
+    assert problem.key == "data.sources" and f"{folder} is unfinished" in problem.rule
+
+
 def prepared(folder: Path, tokens: int) -> None:
     """A prepared folder of one document."""
     folder.mkdir()

@@ -246,3 +246,9 @@ def test_the_folder_of_a_run_that_stands_for_its_model_is_answered_with_what_it_
     with pytest.raises(SpecError) as error:
         from_hf(tmp_path / "first")
     assert error.value.problems[0].remedy == f"Give {tmp_path / 'first' / 'export'}, the model that this run exported."
+
+
+def test_a_key_that_is_there_twice_is_refused_by_its_name(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": 64, "hidden_size": 128}')
+    with pytest.raises(SpecError, match="hidden_size is there twice"):
+        from_hf(tmp_path)

@@ -116,6 +116,13 @@ def test_a_setting_without_effect_in_this_layout_is_noted_and_one_with_an_effect
     assert all(note.endswith((" (layout.dp = 1).", " (layout.dp_shard = 1).")) for note in notes)
 
 
+def test_a_note_counts_replicas_and_not_processes():
+    run = resolve(None, TINY | {"layout.tp": 2, "layout.pp": 2, "layout.zero_stage": 3}).run
+    (note,) = run_notes(run)
+    assert run.layout.world_size == 4 and "process" not in note
+    assert note.startswith("layout.zero_stage = 3 has no effect: there is a single replica")
+
+
 def test_every_kth_block_is_a_setting_of_its_own():
     run = resolve(None, TINY | {"layout.recompute": "every-k", "layout.recompute_every": 3}).run
     assert [layer for layer in range(7) if run.layout.is_fully_recomputed(layer)] == [0, 3, 6]

@@ -8,6 +8,7 @@ from ultrascale.catalogue.models.model_presets import PRESETS
 from ultrascale.config.ranges import LONGEST_WAIT
 from ultrascale.config.resolve import resolve, run_from_toml, to_toml
 from ultrascale.description.layout import Layout
+from ultrascale.description.problems import SpecError
 from ultrascale.description.run import Batch, Checkpoint, Data, Evaluation, Log, Optimizer, RampStage, Run, Source
 
 positive = st.floats(1e-12, 1e12)
@@ -77,3 +78,14 @@ def test_the_file_of_a_resolved_run_is_that_run_and_says_where_each_value_is(tmp
 def test_every_preset_survives_the_file(name):
     run = Run(model=PRESETS[name], batch=Batch(sequence_length=64))
     assert run_from_toml(to_toml(run)) == run
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "lines"),
+    [("steps = 3\nsteps = 4\n", "steps", (1, 2)), ("[batch]\nramp = 1\n[layout]\ndp = 1\n\ndp = 2\n", "layout.dp", (4, 6))],
+)
+def test_a_key_that_is_there_twice_is_named_with_its_first_line(text, key, lines, tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text(text)
+    with pytest.raises(SpecError, match=rf"run\.toml:{lines[1]}: .*: {key} is there already, in line {lines[0]}\."):
+        resolve(file, [])

@@ -44,6 +44,20 @@ def test_it_loads_and_shows_the_planners_numbers(tab, link, capsys):
     assert tab.locator("#ranking tbody tr").count() == min(10, len(printed["search"]["ranked"]))
 
 
+@pytest.mark.parametrize("width", [800, 1200])
+def test_no_label_is_wider_than_its_control(tab, link, width):
+    tab.set_viewport_size({"width": width, "height": 900})
+    tab.goto(f"{link}?model=gpt2&count=8&seq_len=1024")
+    tab.wait_for_selector(".field label")
+    script = """fields => fields.filter((field) => {
+      const range = document.createRange();
+      range.selectNodeContents(field.querySelector("label"));
+      return range.getBoundingClientRect().right > field.getBoundingClientRect().right + 0.5;
+    }).map((field) => field.innerText)"""
+    assert tab.locator(".field:visible").evaluate_all(script) == []
+    tab.wait_for_selector(PLANNED)
+
+
 def test_a_control_is_in_the_link_and_the_link_is_a_plan(tab, link, browser):
     opened(tab, f"{link}?model=gpt2&count=8&seq_len=1024")
     changed(tab, "tp", "2")

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
 
@@ -16,9 +17,11 @@ from page.dropped import LLAMA, RUN
 
 import ultrascale as us
 from ultrascale.cli.main import main
-from ultrascale.cli.plan.page import question
+from ultrascale.cli.plan.page import planned, question
 from ultrascale.config.failures import problem_list
 from ultrascale.page.controls import CONTROLS, words_of
+from ultrascale.page.ranked import TOP, ranking
+from ultrascale.plan.search.search import distinct
 
 SMALL = {"model": "llama-3-8b", "count": "8", "machine": "h100-sxm", "seq_len": "4096", "tokens_per_batch": "512k"}
 
@@ -213,6 +216,15 @@ def test_a_key_that_is_no_control_is_refused():
     assert "save" in question(SMALL | {"save": "x.toml"})["error"]
 
 
+def test_the_rows_marked_as_tied_are_those_that_the_note_counts():
+    planned_search = planned(words_of(SMALL, Path())).result
+    assert planned_search is not None
+    shown = ranking(planned_search)
+    tied = distinct(planned_search.ranked[: planned_search.num_tied])[:TOP]
+    assert [row["tied"] for row in shown["rows"]] == [row < len(tied) for row in range(len(shown["rows"]))]
+    assert f"{planned_search.num_tied}, with those that differ only in details, are within 2%" in shown["note"]
+
+
 def test_memory_is_drawn_for_each_zero_stage_and_its_parts_sum_up():
     memory = question(SMALL | {"tp": "2", "pp": "2", "micro_batch_size": "1", "zero_stage": "1"})["memory"]
     assert [bar["zero_stage"] for bar in memory["bars"]] == [0, 1, 2, 3]
@@ -220,6 +232,24 @@ def test_memory_is_drawn_for_each_zero_stage_and_its_parts_sum_up():
     for bar in memory["bars"]:
         assert sum(part["value"] for part in bar["parts"]) == pytest.approx(bar["value"], rel=1e-6)
     assert [one["label"] for one in memory["ranks"]] == ["rank 0", "rank 1"]
+
+
+def test_a_layout_that_does_not_fit_is_not_shown_as_one_that_runs():
+    answer = question(SMALL | {"model": "llama-3.1-405b", "count": "32"})
+    facts = {fact["name"]: fact["text"] for fact in answer["facts"]}
+    assert {"Step, if it fitted", "Tokens a second, if it fitted", "MFU, if it fitted"} <= facts.keys()
+    assert facts["ultrascale train"] == "would run out of memory"
+    assert answer["sufficient"].startswith("128 GPUs would do")
+
+
+def test_operations_and_what_is_beside_them_sum_to_the_compute_of_the_step():
+    answer = question(SMALL)
+    account = answer["roofline"]["account"]
+    (compute,) = [part["value"] for part in answer["waterfall"] if part["name"] == "compute"]
+    assert account["value"] == compute == pytest.approx(sum(part["value"] for part in account["parts"]), rel=2e-3)
+    first = account["parts"][0]
+    assert first["value"] == pytest.approx(sum(row["seconds"] for row in answer["roofline"]["rows"]))
+    assert first["value"] < 0.995 * compute
 
 
 def test_the_waterfall_sums_to_the_step_and_the_schedule_is_the_planners():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import shlex
 import subprocess
 import sys
@@ -385,6 +386,27 @@ def test_the_step_is_drawn_and_traced(tmp_path, capsys) -> None:
     assert main(words) == 0 and json.loads(trace.read_text())["traceEvents"]  # drawn again
     assert main([*words[:-2], __file__]) == 2
     assert "is there already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("flag", "name"), [("--html", "plan.html"), ("--save", "plan.toml")])
+def test_a_folder_given_for_a_file_is_called_a_folder(flag, name, tmp_path, capsys) -> None:
+    assert main([*ISSUE, flag, str(tmp_path)]) == 2
+    told = " ".join(capsys.readouterr().err.split())
+    assert f"{tmp_path} is a folder" in told and f"Name a file, such as {tmp_path / name}." in told
+
+
+def test_a_file_on_a_full_disk_is_named_and_nothing_of_it_stays(tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # the limit would cut a module's too
+    words = [*ISSUE, "--zero-stage", "3", "--tp", "1", "--pp", "1"]
+    for flag, name in (("--save", "saved.toml"), ("--html", "plan.html"), ("--svg", "step.svg")):
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))  # as a full disk: a write fails after its first bytes
+        try:
+            assert main([*words, flag, str(tmp_path / name)]) == 1
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert f"{tmp_path / name} file too large" in " ".join(capsys.readouterr().err.split())
+    assert not any(tmp_path.iterdir())
 
 
 def test_tokens_are_turned_into_days_energy_and_money(capsys) -> None:

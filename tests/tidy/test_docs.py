@@ -12,6 +12,7 @@ from importlib import import_module
 import pytest
 from tidy.sources import MODULES, PACKAGE, PAGES, ROOT, short
 
+from ultrascale.cli.main import VERBS
 from ultrascale.description.architecture.model import Model
 from ultrascale.description.layout import Layout
 from ultrascale.description.run import Batch, Checkpoint, Data, Evaluation, Log, Optimizer
@@ -114,3 +115,8 @@ def test_a_sample_with_another_word_or_a_number_further_off_is_no_longer_true():
     paste = runpy.run_path(str(ROOT / ".ci" / "paste_printed.py"))
     assert paste["same"]("a 10.0 s ██ b", "a 10.4 s █ b") and not paste["same"]("a 10.0 s", "a 11.0 s")
     assert not paste["same"]("a 1 s", "b 1 s") and not paste["same"]("1\n2", "1 2")
+
+
+def test_the_page_of_the_api_says_of_every_verb_whether_it_is_a_function():
+    named = set(re.findall(r"`(?:ultrascale )?(\w+)", (ROOT / "docs" / "api.md").read_text()))
+    assert [verb for verb in VERBS if verb not in named] == []

@@ -67,7 +67,7 @@ def test_a_gather_in_fp8_of_nothing_is_told() -> None:
     run = Run(MODEL, layout=GATHERED)
     assert not any("fp8_all_gather" in note for note in run_notes(run))
     for changes, why in (
-        ({"zero_stage": 0}, "every rank keeps whole weights"), ({"dp": 1}, "one process shares nothing"),
+        ({"zero_stage": 0}, "every rank keeps whole weights"), ({"dp": 1}, "there is a single replica"),
         ({"dp_shard": 1}, "every rank keeps whole weights"), ({"precision": "bf16"}, "layout.precision = bf16"),
     ):  # fmt: skip
         (told,) = [note for note in run_notes(replace(run, layout=replace(GATHERED, **changes))) if "fp8_all_gather" in note]

@@ -96,6 +96,21 @@ def test_the_last_save_of_a_run_may_not_fail(home):
         train_here(run, before_step=full_while(lambda step: step > 25, rank=0))
 
 
+def test_a_save_that_fails_at_the_last_step_announces_no_step_that_cannot_come(home, capfd):
+    run = replace(run_of(home, "no-steps-left"), layout=Layout(micro_batch_size=2), steps=20)
+    with pytest.raises(SaveFailedError):
+        train_here(run, before_step=full_while(lambda step: step > 15, rank=0))
+    told = capfd.readouterr().out
+    assert "saving failed at step 20, nothing is saved yet; once more at once, since no step is left;" in told
+    assert "step 22" not in told
+
+
+def test_the_retry_of_a_save_is_at_the_last_step_at_the_latest(home, capfd):
+    run = replace(run_of(home, "one-step-left"), layout=Layout(micro_batch_size=2), steps=21)
+    train_here(run, before_step=full_while(lambda step: step == 20, rank=0))
+    assert "saving failed at step 20, nothing is saved yet; once more at step 21;" in capfd.readouterr().out
+
+
 def test_a_save_in_the_background_that_fails_at_the_end_is_done_once_more(home):
     run = replace(run_of(home, "pending", asynchronous=True), layout=Layout(micro_batch_size=2), steps=40)
     write_blocks, calls = files._write_blocks, []

@@ -1,4 +1,4 @@
-"""The verbs as Python functions, `ultrascale.plan(...)` and so on; the command line calls the same functions and prints.
+"""Verbs as Python functions, `ultrascale.plan(...)` and so on; the command line calls the same functions and prints.
 
 A verb has options (a frozen dataclass: names, defaults and help of the command line's flags too), a function from options to a
 result, and a public function of keywords, which it reads as the command line would. A result is a frozen dataclass with

@@ -26,6 +26,7 @@ from ultrascale.description.layout import Layout
 from ultrascale.description.problems import Problem, SpecError, mistake
 from ultrascale.description.run import Run, run_of_island
 from ultrascale.description.units import count_of
+from ultrascale.output_file import write_output
 
 if TYPE_CHECKING:  # imports torch
     from ultrascale.check.compare import Verdict
@@ -274,7 +275,7 @@ def _matrix(options: CheckOptions, progress: Progress) -> CheckMatrix:
     count = sum(not cell.refused and cell.run.layout.world_size <= most for cell in todo)
     outcomes = prove_cells(todo, processes=most, steps=options.steps, on_verdict=progress(count, 0))
     if options.markdown is not None:
-        Path(options.markdown).write_text(to_markdown(outcomes, options.steps, most))
+        write_output(options.markdown, to_markdown(outcomes, options.steps, most))
     return CheckMatrix(tuple(outcomes), options.steps, most)
 
 

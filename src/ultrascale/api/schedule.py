@@ -20,6 +20,7 @@ from ultrascale.description.layout import PipelineRuntime
 from ultrascale.description.problems import Problem, SpecError, mistake
 from ultrascale.description.schedules import SCHEDULE_ALIASES, SCHEDULES
 from ultrascale.description.units import count_of
+from ultrascale.output_file import write_output
 from ultrascale.plan.memory.replay import num_micro_batches
 
 if TYPE_CHECKING:
@@ -451,14 +452,14 @@ def _compared(schedule: Schedule) -> TableRow:
 
 def _write_files(options: ScheduleOptions, result: Schedule | ExecutedSchedule) -> None:
     if options.svg is not None:
-        options.svg.write_text(result.to_svg())
+        write_output(options.svg, result.to_svg())
     if isinstance(result, ExecutedSchedule):
         return
     if options.perfetto is not None:
         from ultrascale.plan.view.trace_events import trace_events
 
-        options.perfetto.write_text(jsonlib.dumps(trace_events(result.timeline, title=result.title)))
+        write_output(options.perfetto, jsonlib.dumps(trace_events(result.timeline, title=result.title)))
     if options.csv is not None:
         from ultrascale.schedules.kinds.custom import to_csv
 
-        options.csv.write_text(to_csv(result.timeline.schedule))
+        write_output(options.csv, to_csv(result.timeline.schedule))

@@ -24,6 +24,7 @@ from ultrascale.jobs.kubernetes import kubernetes_text
 from ultrascale.jobs.skypilot import skypilot_text
 from ultrascale.jobs.slurm import slurm_array_text, slurm_text
 from ultrascale.jobs.submit import COMMANDS, LauncherError, expect_launcher, submit
+from ultrascale.output_file import write_output
 
 TEXTS = {
     "slurm": (slurm_text, ".sbatch"), "kubernetes": (kubernetes_text, ".k8s.yaml"), "skypilot": (skypilot_text, ".sky.yaml"),
@@ -106,7 +107,7 @@ def command(arguments: list[str]) -> int:
     _expect_unedited(texts, launcher)
     for number, (text_file, text) in enumerate(texts.items()):
         text_file.parent.mkdir(parents=True, exist_ok=True)
-        text_file.write_text(text)
+        write_output(text_file, text)
         if to_submit:
             try:
                 output = submit(launcher, text_file)

@@ -9,7 +9,7 @@ import errno
 import json
 import re
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +36,15 @@ def read_bounded(path: Path, most: int, *, encoding: str = "utf-8") -> str:
     return text
 
 
-def parse_json(text: str | bytes) -> Any:
-    """Value of a JSON text. Raises ValueError (JSONDecodeError if there is a line to name) for any other text."""
-    return _parsed(lambda source: json.loads(source, parse_int=_whole_number), text)
+class RepeatedKeyError(ValueError):
+    """A JSON object has a key twice."""
+
+
+def parse_json(text: str | bytes, *, unique_keys: bool = False) -> Any:
+    """Value of a JSON text. Raises ValueError (JSONDecodeError if there is a line to name) for any other text; with
+    `unique_keys`, RepeatedKeyError for an object with a key twice, of which the standard library keeps the last."""
+    hook = _unique if unique_keys else None
+    return _parsed(lambda source: json.loads(source, parse_int=_whole_number, object_pairs_hook=hook), text)
 
 
 def parse_toml(text: str) -> dict[str, Any]:
@@ -46,7 +52,7 @@ def parse_toml(text: str) -> dict[str, Any]:
     hundreds of parts: the standard library stores every prefix of a key, in memory that grows quadratically."""
     if any(part.count(".") > MOST_KEY_PARTS for part in _BETWEEN_KEYS.split(text)):
         raise ValueError(_DEEP)
-    values = _parsed(tomllib.loads, text)
+    values = _parsed(_toml, text)
     waiting: list[tuple[str, Any]] = [("", values)]
     while waiting:
         key, node = waiting.pop()
@@ -62,6 +68,27 @@ def parse_toml(text: str) -> dict[str, Any]:
 def line_of(error: ValueError, where: object) -> str:
     """`where:line`, if the error from `parse_json` has a line."""
     return f"{where}:{error.lineno}" if isinstance(error, json.JSONDecodeError) else str(where)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in values:
+            raise RepeatedKeyError(f"{key} is there twice")
+        values[key] = value
+    return values
+
+
+def _toml(text: str) -> dict[str, Any]:
+    """As `tomllib.loads`, with the name of a key that is there twice."""
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        line = re.search(r"Cannot overwrite a value \(at line (\d+)", str(error))
+        repeated = [(key, number) for key, number in _keys(text) if number <= int(line[1])] if line else []
+        if repeated and (first := key_lines(text)[repeated[-1][0]]) < repeated[-1][1]:
+            raise ValueError(f"{error}: {repeated[-1][0]} is there already, in line {first}") from None
+        raise
 
 
 def _whole_number(digits: str) -> int:
@@ -81,14 +108,19 @@ def key_lines(text: str) -> dict[str, int]:
     """Line number of each dotted key in a TOML text. Good enough for error messages: it reads line by line, without the
     grammar."""
     lines: dict[str, int] = {}
+    for key, number in _keys(text):
+        lines.setdefault(key, number)
+    return lines
+
+
+def _keys(text: str) -> Iterator[tuple[str, int]]:
     table = ""
     for number, line in enumerate(text.split("\n"), start=1):
         if match := _TABLE_LINE.fullmatch(line.rstrip()):
             table = _plain(match[1]) + "."
-            lines.setdefault(table[:-1], number)
+            yield table[:-1], number
         elif match := _KEY_LINE.match(line):
-            lines.setdefault(table + _plain(match[1]), number)
-    return lines
+            yield table + _plain(match[1]), number
 
 
 def _plain(key: str) -> str:

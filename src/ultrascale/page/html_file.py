@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ultrascale.description.problems import mistake
+from ultrascale.output_file import write_output
 from ultrascale.page.documents import Document
 
 _SHELL = """<!doctype html>
@@ -60,7 +61,7 @@ def expect_writable(path: str | Path | None) -> None:
 
 def write_document(path: Path, document: Document, words: list[str]) -> None:
     """Write `document_file` for the command line `ultrascale` followed by `words`."""
-    path.write_text(document_file(document, shlex.join(["ultrascale", *words])), encoding="utf-8")
+    write_output(path, document_file(document, shlex.join(["ultrascale", *words])))
 
 
 def _filled(content: dict[str, Any], *, title: str, verb: str, command: str, scripts: tuple[str, ...], draw: str) -> str:

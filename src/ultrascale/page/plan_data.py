@@ -29,6 +29,7 @@ from ultrascale.plan.flags.trainers import WRITERS, trainer_flags
 from ultrascale.plan.report import RunPlan, not_trainable, plan_run, step_interval, workload_of
 from ultrascale.plan.search.search import SearchResult
 from ultrascale.plan.time.price import Prediction
+from ultrascale.plan.time.step_parts import step_parts
 from ultrascale.plan.view.notes import TIGHT_BYTES, notes
 from ultrascale.plan.view.plan_view import FOOTPRINT, TIMES
 from ultrascale.plan.view.search_view import layout_words
@@ -42,6 +43,8 @@ FIRST, REST = PARTS = ("first", "rest")
 """Parts of an answer."""
 MOST_OPERATIONS = 24
 """Most operations of the roofline: the longest."""
+LEAST_LISTED = 0.0005
+"""Smallest part of the compute time that is listed beside the operations."""
 AXES = {
     "tensor_parallel": "tp",
     "context_parallel": "cp",
@@ -65,6 +68,8 @@ class PagePlan:
     """Tokens to train on; None: 20 per parameter."""
     explanation: Callable[[], dict[str, Any]] | None = None
     """Function that computes what --explain adds to a search's JSON; it takes seconds, and runs only when asked for."""
+    sufficient: Callable[[], str] | None = None
+    """Function that computes the sentence on the number of GPUs on which a layout fits; called only if none fits."""
 
 
 def answer(planned: PagePlan, words: list[str], *, parts: Collection[str] = PARTS) -> dict[str, Any]:
@@ -103,6 +108,8 @@ def _rest(planned: PagePlan) -> dict[str, Any]:
     document: dict[str, Any] = {"memory": _memory(planned), "flags": _flags(chosen)}
     if chosen.prediction is not None:
         document |= {"roofline": _roofline(chosen.prediction), "sent": _sent(chosen)}
+    if planned.sufficient is not None and planned.result is not None and planned.result.best is None:
+        document["sufficient"] = planned.sufficient()
     return document
 
 
@@ -145,10 +152,15 @@ def _facts(planned: PagePlan) -> list[dict[str, str]]:
     ]
     if prediction is not None:
         low, high = (format_seconds(seconds) for seconds in step_interval(prediction))
+        condition = "" if chosen.fits else ", if it fitted"
         rows = [
-            ("Step", format_seconds(prediction.step_seconds), f"80% prediction interval: {low} to {high}"),
-            ("Tokens a second", f"{prediction.tokens_per_second:,.0f}", f"{prediction.tokens_per_second_per_gpu:,.0f} a GPU"),
-            ("MFU", f"{prediction.mfu():.1%}", f"HFU {prediction.hfu():.1%}"),
+            (f"Step{condition}", format_seconds(prediction.step_seconds), f"80% prediction interval: {low} to {high}"),
+            (
+                f"Tokens a second{condition}",
+                f"{prediction.tokens_per_second:,.0f}",
+                f"{prediction.tokens_per_second_per_gpu:,.0f} a GPU",
+            ),
+            (f"MFU{condition}", f"{prediction.mfu():.1%}", f"HFU {prediction.hfu():.1%}"),
             *rows,
         ]
         if chosen.fits:
@@ -163,10 +175,11 @@ def _facts(planned: PagePlan) -> list[dict[str, str]]:
     headroom = format_bytes(abs(chosen.headroom_bytes))
     margin = f"{format_bytes(chosen.reserve_bytes)} more is kept free for the allocator"
     rows.insert(1, ("Headroom" if chosen.fits else "Too much", headroom, margin))
-    runs = not not_trainable(chosen.run) and chosen.stack.name == "ultrascale"
-    rows.append(
-        ("ultrascale train", "runs this layout" if runs else "does not run this layout", f"planned for {chosen.stack.name}")
-    )
+    if not_trainable(chosen.run) or chosen.stack.name != "ultrascale":
+        trained = "does not run this layout"
+    else:
+        trained = "runs this layout" if chosen.fits else "would run out of memory"
+    rows.append(("ultrascale train", trained, f"planned for {chosen.stack.name}"))
     return [dict(zip(("name", "text", "note"), row, strict=True)) for row in rows]
 
 
@@ -260,8 +273,24 @@ def _roofline(prediction: Prediction) -> dict[str, Any] | None:
     return {
         "rows": rows, "peak": _number(peak, f"{peak / 1e12:,.0f} TFLOP/s"),
         "bandwidth": _number(bandwidth, f"{bandwidth / 1e12:.2f} TB/s"), "device": accelerator.title,
-        "ridge": f"{peak / bandwidth:,.0f} FLOP/B",
+        "ridge": f"{peak / bandwidth:,.0f} FLOP/B", "account": _account(prediction, [op.seconds for op in work]),
     }  # fmt: skip
+
+
+def _account(prediction: Prediction, seconds: list[float]) -> dict[str, Any]:
+    """Compute time of the step as the sum of its parts: the operations, of these `seconds` each, and what is beside them."""
+    compute, gaps = prediction.waterfall["compute"], step_parts(prediction)["launch gaps"]
+    shorter = seconds[MOST_OPERATIONS:]
+    parts = {
+        "the operations below": sum(seconds[:MOST_OPERATIONS]),
+        f"{count_of(len(shorter), 'shorter one')}": sum(shorter),
+        "waiting for launches": gaps,
+        "slowed by communication that overlaps": compute - gaps - sum(seconds),
+    }
+    listed = {name: value for name, value in parts.items() if value >= LEAST_LISTED * compute}
+    return _number(compute, format_seconds(compute)) | {
+        "parts": [{"label": name, **_number(value, format_seconds(value))} for name, value in listed.items()]
+    }
 
 
 def _sent(chosen: RunPlan) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from ultrascale.config.rules.trainable import untrainable
 from ultrascale.description.units import count_of, format_bytes, format_seconds
 from ultrascale.plan.report import step_interval
 from ultrascale.plan.search.explain import binding, marginals
-from ultrascale.plan.search.search import TIE, SearchResult, distinct
+from ultrascale.plan.search.search import TIE, SearchResult, distinct, expected_seconds
 from ultrascale.plan.time.price import Prediction
 from ultrascale.plan.view.search_view import batch_words, layout_words, no_layout_fits
 
@@ -25,7 +25,8 @@ def ranking(result: SearchResult) -> dict[str, Any]:
     tied = result.num_tied if result.ranked else 0
     note = f"{len(priced.fits):,} legal layouts" + (f"; at least {priced.num_unfit:,} do not fit." if priced.num_unfit else ".")
     if tied > 1:
-        note += f" {tied} are within {TIE:.0%} of the first: only a measurement can tell them apart."
+        within = f"{tied}, with those that differ only in details, are within {TIE:.0%} of the first (=)"
+        note += f" {within}: only a measurement can tell them apart."
     if not result.ranked:
         note = no_layout_fits(result)
     return {"rows": rows, "note": note, "front": [_row(prediction, result, ours=ours) for prediction in result.front]}
@@ -40,7 +41,7 @@ def _row(prediction: Prediction, result: SearchResult, *, ours: bool) -> dict[st
     return {
         "layout": layout_words(layout, prediction.num_micro_batches),
         "settings": settings_of(prediction),
-        "tied": bool(result.ranked) and prediction.step_seconds <= result.ranked[0].step_seconds * (1 + TIE),
+        "tied": bool(result.ranked) and expected_seconds(prediction) <= expected_seconds(result.ranked[0]) * (1 + TIE),
         "runs": runs,
         "step": {"value": prediction.step_seconds, "text": format_seconds(prediction.step_seconds)},
         "interval": f"{format_seconds(low)} to {format_seconds(high)}",

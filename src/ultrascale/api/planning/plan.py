@@ -40,6 +40,7 @@ from ultrascale.catalogue.stacks.stack_files import changed_stack
 from ultrascale.config.layers import read_flags
 from ultrascale.config.resolve import resolve, to_toml
 from ultrascale.description.problems import SpecError, mistake
+from ultrascale.output_file import write_output
 from ultrascale.plan.report import RunPlan, alternatives, first_that_fits, has_rates, plan_run
 
 
@@ -220,7 +221,7 @@ def _machines(request: PlanRequest) -> Cluster:
 def write_files(chosen: RunPlan, options: PlanOptions) -> None:
     """Write the run and the requested pictures; `refuse_conflicts` has checked that they overwrite nothing."""
     if options.save is not None:
-        Path(options.save).write_text(to_toml(chosen.run))
+        write_output(options.save, to_toml(chosen.run))
     if options.svg is not None or options.perfetto is not None:
         from ultrascale.plan.view.step_timeline import write_step
 

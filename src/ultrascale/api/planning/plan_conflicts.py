@@ -133,6 +133,9 @@ def _files(options: PlanOptions) -> list[Problem]:
         path = Path(getattr(options, name))
         if not getattr(options, name):
             problems.append(Problem(f"--{name}", "is empty: a path of no letters", "Name a file."))
+        elif path.is_dir():
+            example = path / f"plan{drawn or '.toml'}"
+            problems.append(Problem(f"--{name}", f"{path} is a folder", f"Name a file, such as {example}."))
         elif path.exists() and path.suffix != drawn:
             problems.append(Problem(f"--{name}", f"{path} is there already", "Name another file, or remove it."))
         elif not path.parent.is_dir():

@@ -11,6 +11,7 @@ from ultrascale.api.planning.plan_result import Plan
 from ultrascale.api.planning.run_of import conditions
 from ultrascale.description.problems import mistake
 from ultrascale.description.units import parse_tokens
+from ultrascale.output_file import write_output
 from ultrascale.page.plan_data import PagePlan
 
 
@@ -31,7 +32,13 @@ def page_plan(plan: Plan) -> PagePlan:
         complete = searched if searched.scaling_points or searched.better_clusters else explained(searched)
         return complete.to_json(top=options.top, explained=True)["explanation"]
 
-    return PagePlan(plan.chosen, plan.to_dict(), searched.result, conditions(options), tokens, explanation)
+    @cache
+    def sufficient() -> str:
+        from ultrascale.api.planning.plan_search import sufficient_gpus
+
+        return sufficient_gpus(searched)
+
+    return PagePlan(plan.chosen, plan.to_dict(), searched.result, conditions(options), tokens, explanation, sufficient)
 
 
 def write_png(plan: Plan, folder: str) -> list[Path]:
@@ -49,4 +56,4 @@ def write_html(plan: Plan, path: str) -> None:
     from ultrascale.page.html_file import plan_file
     from ultrascale.page.plan_data import answer
 
-    Path(path).write_text(plan_file(answer(page_plan(plan), list(plan.request.words))), encoding="utf-8")
+    write_output(path, plan_file(answer(page_plan(plan), list(plan.request.words))))

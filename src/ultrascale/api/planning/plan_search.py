@@ -24,14 +24,15 @@ from ultrascale.description.layout import Layout
 from ultrascale.description.problems import Problem, SpecError
 from ultrascale.description.run import Run
 from ultrascale.description.schedules import SCHEDULES
-from ultrascale.description.units import UnitError, divisors, parse_tokens
+from ultrascale.description.units import UnitError, count_of, divisors, parse_tokens
 from ultrascale.plan.flags.trainers import not_searched
 from ultrascale.plan.report import RunPlan, plan_run, prediction_json, workload_of
 from ultrascale.plan.search.explain import changes, marginals, rungs
-from ultrascale.plan.search.scaling import ScalingPoint, better_clusters, scaling, smallest_that_fits
+from ultrascale.plan.search.scaling import MOST_GPUS, ScalingPoint, better_clusters, scaling, smallest_that_fits
 from ultrascale.plan.search.search import TIE, SearchResult, distinct, risk, search
 from ultrascale.plan.search.space import Constraints
 from ultrascale.plan.time.price import Prediction
+from ultrascale.plan.view.search_view import layout_words
 
 SEARCHED_FIELDS = (
     "dp", "tp", "sequence_parallel", "cp", "cp_method", "cp_heads", "pp", "virtual_stages", "schedule", "zero_stage",
@@ -93,6 +94,32 @@ class SearchOutcome:
             "scaling": [_scaled_json(scaled) for scaled in self.scaling_points],
             "elsewhere": {cluster.name: prediction_json(prediction) for cluster, prediction in self.better_clusters},
         }
+
+
+def sufficient_gpus(searched: SearchOutcome) -> str:
+    """Sentence that names the smallest larger cluster on which a layout fits."""
+    smallest = searched.smallest_that_fits
+    if smallest is None:
+        return f"No number of these GPUs would do{_with_settings(searched)}; {_what_might_fit(searched)} might."
+    words = layout_words(smallest.layout, smallest.num_micro_batches)
+    return f"{count_of(smallest.layout.world_size, 'GPU')} would do: {words}."
+
+
+def _with_settings(searched: SearchOutcome) -> str:
+    """The settings that the search kept, if any."""
+    kept = [f"{name} {' or '.join(map(str, values))}" for name, values in searched.constraints.items()]
+    return f" with {', '.join(kept)}" if kept else ""
+
+
+def _what_might_fit(searched: SearchOutcome) -> str:
+    """Changes after which a layout might fit. A larger batch is one if dp may grow and shards the state, and while it has fewer
+    micro-batches than the most GPUs that were tried: from then on dp can be as large as they are."""
+    kept = searched.constraints
+    shards = set(kept.get("zero_stage", (1,))) != {0} and not {"dp", "dp_shard"} & kept.keys()
+    micro_batches = searched.result.workload.sequences_per_batch // min(kept.get("micro_batch_size", (1,)))
+    might = ["other settings"] if kept else []
+    might += ["a larger batch"] if shards and micro_batches < MOST_GPUS else []
+    return ", ".join([*might, "a shorter sequence or larger GPUs"])
 
 
 def _scaled_json(scaled: ScalingPoint) -> dict[str, Any]:

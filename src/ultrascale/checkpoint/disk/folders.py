@@ -130,7 +130,8 @@ def check_writable(root: Path) -> None:
         sync_folder(root)
     except OSError as error:
         shutil.rmtree(probe, ignore_errors=True)
-        problem = f"checkpoints cannot be written here ({error.strerror}: {error.filename})"
+        reason = error.strerror if error.filename is None else f"{error.strerror}: {error.filename}"  # a full disk has no name
+        problem = f"checkpoints cannot be written here ({reason})"
         raise CheckpointError(f"{root}: {problem}. Choose a writable folder with free space.") from error
 
 

@@ -8,16 +8,15 @@ from rich.text import Text
 
 from ultrascale.api.planning.plan_request import BRIEF_ROWS, PlanRequest
 from ultrascale.api.planning.plan_result import Plan
-from ultrascale.api.planning.plan_search import SearchOutcome
+from ultrascale.api.planning.plan_search import SearchOutcome, sufficient_gpus
 from ultrascale.cli.plan.plan_command import next_command_words, next_of_run, num_tokens, what_would_fit
 from ultrascale.cli.terminal.screen import console_for_people
 from ultrascale.description.units import count_of, format_bytes, parse_tokens
 from ultrascale.plan.report import RunPlan, not_trainable
-from ultrascale.plan.search.scaling import MOST_GPUS
 from ultrascale.plan.search.search import SearchResult, distinct
 from ultrascale.plan.view.notes import TIGHT_BYTES
 from ultrascale.plan.view.plan_view import show_briefly, show_plan
-from ultrascale.plan.view.search_view import layout_words, no_layout_fits, show_explanation, show_ranking
+from ultrascale.plan.view.search_view import no_layout_fits, show_explanation, show_ranking
 from ultrascale.plan.workload import Workload
 
 
@@ -28,7 +27,7 @@ def show_search(plan: Plan, searched: SearchOutcome) -> None:
     console.print(Text(_batch_note(searched.requested_tokens, result.workload), style="dim"))
     if result.best is None:
         console.print(f"[bold red]{no_layout_fits(result)}[/]")
-        console.print(_what_would_fit(searched) + "\n")
+        console.print(sufficient_gpus(searched) + "\n")
     else:
         show_ranking(result, console, top=options.rows, legend=not options.brief)
         if not options.brief:
@@ -72,32 +71,6 @@ def _batch_note(text: str | None, workload: Workload) -> str:
     if text is None or parse_tokens(text) == workload.tokens_per_step:
         return f"global batch: {sequences}"
     return f"global batch: {sequences}; {text} rounded so that data-parallel ranks share it"
-
-
-def _what_would_fit(searched: SearchOutcome) -> str:
-    """Sentence that names the smallest larger cluster on which a layout fits."""
-    smallest = searched.smallest_that_fits
-    if smallest is None:
-        return f"No number of these GPUs would do{_with_settings(searched)}; {_what_might_fit(searched)} might."
-    words = layout_words(smallest.layout, smallest.num_micro_batches)
-    return f"{count_of(smallest.layout.world_size, 'GPU')} would do: {words}."
-
-
-def _with_settings(searched: SearchOutcome) -> str:
-    """The settings that the search kept, if any."""
-    kept = [f"{name} {' or '.join(map(str, values))}" for name, values in searched.constraints.items()]
-    return f" with {', '.join(kept)}" if kept else ""
-
-
-def _what_might_fit(searched: SearchOutcome) -> str:
-    """Changes after which a layout might fit. A larger batch is one if dp may grow and shards the state, and while it has fewer
-    micro-batches than the most GPUs that were tried: from then on dp can be as large as they are."""
-    kept = searched.constraints
-    shards = set(kept.get("zero_stage", (1,))) != {0} and not {"dp", "dp_shard"} & kept.keys()
-    micro_batches = searched.result.workload.sequences_per_batch // min(kept.get("micro_batch_size", (1,)))
-    might = ["other settings"] if kept else []
-    might += ["a larger batch"] if shards and micro_batches < MOST_GPUS else []
-    return ", ".join([*might, "a shorter sequence or larger GPUs"])
 
 
 def _next_command(chosen: RunPlan, request: PlanRequest, searched: SearchOutcome) -> str:

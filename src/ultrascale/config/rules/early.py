@@ -17,6 +17,8 @@ MOST_PROCESSES = 124
 descriptors at once."""
 UNPREPARED = "is not a folder of prepared text"
 MAKE_ONE = "Make one: ultrascale data prepare TEXT --output FOLDER."
+UNFINISHED = "unfinished.json"
+"""File of a folder that `ultrascale data prepare` has begun and not finished."""
 STORE_URL = re.compile(r"[a-z][a-z0-9+.-]*:/")
 """Beginning of a URL; the ranks check what is in a store."""
 _CHECKPOINT = re.compile(r"\.?step-\d{8,18}.*")
@@ -44,19 +46,29 @@ def expect_processes(count: int) -> None:
 def expect_ready(run: Run) -> None:
     """Raises SpecError, before any rank starts, if the run's data or device is missing."""
     problems = [*device_problems(run.device)]
-    for key in ("sources", "validation"):
-        for source in getattr(run.data, key):
-            path = Path(source.path)
-            os.fsencode(path)  # where the locale cannot encode it, is_dir() is False: UnicodeEncodeError says more
-            if STORE_URL.match(source.path) or (holds_prepared(path) if path.is_dir() else _is_prefix(path)):
-                continue
-            rule = f"there is no prepared text at {source.path}"
-            remedy = f"Make it: ultrascale data prepare TEXT --train-tokenizer 4096 --output {source.path}"
-            if path.is_dir():
-                rule, remedy = f"{source.path} {UNPREPARED}", MAKE_ONE
-            problems.append(Problem(f"data.{key}", rule, remedy))
+    unfinished = {Path(source.path) for source in run.data.sources if is_unfinished(Path(source.path))}
+    for source in run.data.sources:
+        problems += _source_problems("data.sources", source.path)
+    for source in run.data.validation:
+        if unfinished.isdisjoint(Path(source.path).parents):  # else a part of the same preparation
+            problems += _source_problems("data.validation", source.path)
     if problems:
         raise SpecError(problems)
+
+
+def _source_problems(key: str, source: str) -> Iterator[Problem]:
+    path = Path(source)
+    os.fsencode(path)  # where the locale cannot encode it, is_dir() is False: UnicodeEncodeError says more
+    if STORE_URL.match(source):
+        return
+    if is_unfinished(path):
+        rule = f"{source} is unfinished: `ultrascale data prepare` failed there, or still runs"
+        yield Problem(key, rule, "Run it again, with the same arguments: it goes on where it stopped.")
+    elif path.is_dir() and not holds_prepared(path):
+        yield Problem(key, f"{source} {UNPREPARED}", MAKE_ONE)
+    elif not path.is_dir() and not _is_prefix(path):
+        remedy = f"Make it: ultrascale data prepare TEXT --train-tokenizer 4096 --output {source}"
+        yield Problem(key, f"there is no prepared text at {source}", remedy)
 
 
 def data_missing_here(run: Run) -> list[str]:
@@ -68,6 +80,11 @@ def data_missing_here(run: Run) -> list[str]:
 def holds_prepared(folder: Path) -> bool:
     """True if `folder` has files of `ultrascale data prepare`, all or some; the contents are read later."""
     return any(any(folder.glob(name)) for name in ("manifest.json", "tokenizer.json", "*.bin", "*.idx"))
+
+
+def is_unfinished(folder: Path) -> bool:
+    """True if `ultrascale data prepare` has begun `folder` and not finished it."""
+    return (folder / UNFINISHED).exists() and not (folder / "manifest.json").exists()
 
 
 def _is_prefix(path: Path) -> bool:

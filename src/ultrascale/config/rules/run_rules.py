@@ -38,6 +38,7 @@ _READ_WITH = {
     "sequence_parallel": "tp", "tp_overlap": "tp", "cp_method": "cp", "cp_heads": "cp", "virtual_stages": "pp",
     "schedule": "pp", "layers_per_stage": "pp", "pipeline_runtime": "pp",
 }  # fmt: skip
+ALONE = "there is a single replica, which shares nothing with another"
 
 
 def run_problems(run: Run, *, require_data: bool = False, unreadable_keys: frozenset[str] = frozenset()) -> list[Problem]:
@@ -74,7 +75,7 @@ def run_notes(run: Run) -> list[str]:
     """Notes, one line each, on valid settings that have no effect in this layout, or that work against each other: a run made
     for many ranks may be tried on one."""
     layout = run.layout
-    # One process computes in bf16 with its own copies: it all-gathers, shards and reduces nothing in any precision.
+    # A single replica computes in bf16 with its own copies: nothing is all-gathered, sharded or reduced in any precision.
     alone = layout.dp * layout.cp == 1
     set_for_nothing = {
         "zero_stage": layout.zero_stage > 0,
@@ -84,7 +85,7 @@ def run_notes(run: Run) -> list[str]:
     notes = [*time_limit_notes(run), *_auxiliary_loss_notes(run.model), *tracker_notes(run.log)]
     for key, is_set in set_for_nothing.items():
         if alone and is_set:
-            notes.append(f"layout.{key} = {getattr(layout, key)} has no effect: one process shares nothing (layout.dp = 1).")
+            notes.append(f"layout.{key} = {getattr(layout, key)} has no effect: {ALONE} (layout.dp = 1).")
     for key, axis in _READ_WITH.items():
         if getattr(layout, axis) == 1 and getattr(layout, key) != getattr(Layout, key):
             notes.append(f"layout.{key} = {getattr(layout, key)} has no effect (layout.{axis} = 1).")
@@ -95,7 +96,7 @@ def run_notes(run: Run) -> list[str]:
         if layout.precision not in read_by and getattr(layout, key) != getattr(Layout, key):
             notes.append(f"layout.{key} = {getattr(layout, key)} has no effect (layout.precision = {layout.precision}).")
     if layout.precision in NARROW and layout.fp8_all_gather and not gathers_fp8(layout):
-        why = "one process shares nothing" if alone else "every rank keeps whole weights"
+        why = ALONE if alone else "every rank keeps whole weights"
         notes.append(f"layout.fp8_all_gather = True has no effect: {why} (layout.zero_stage = {layout.zero_stage}).")
     for key in ("fp8_amax_history_len", "fp8_amax_compute_algo"):
         if not is_delayed(layout) and getattr(layout, key) != getattr(Layout, key):

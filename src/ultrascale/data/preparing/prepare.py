@@ -19,6 +19,7 @@ from pathlib import Path
 from tempfile import gettempdir
 from typing import Any
 
+from ultrascale.config.rules.early import UNFINISHED
 from ultrascale.data.files import (
     PARTIAL,
     DataCommandError,
@@ -43,7 +44,7 @@ from ultrascale.failpoints import failpoint
 from ultrascale.storage import url_of
 from ultrascale.storage.location import obstacle
 
-TOKENIZER, UNFINISHED, LOCK = "tokenizer.json", "unfinished.json", ".lock"
+TOKENIZER, LOCK = "tokenizer.json", ".lock"
 TRAINING_CHARACTERS = 32 << 20
 """Characters of text that a tokenizer is trained on: the start of every shard, in equal shares."""
 

@@ -15,7 +15,7 @@ from ultrascale.description.architecture.expert_config import read_experts, writ
 from ultrascale.description.architecture.families import DEFAULTS, KNOWN, WITH_EXPERTS, WITH_LOCAL_ROPE, export_problems, family
 from ultrascale.description.architecture.model import MOST_LAYERS, Model
 from ultrascale.description.architecture.rope_config import Rope, read_rope, write_rope
-from ultrascale.description.parsing import MOST_JSON, line_of, parse_json, read_bounded
+from ultrascale.description.parsing import MOST_JSON, RepeatedKeyError, line_of, parse_json, read_bounded
 from ultrascale.description.problems import Problem, SpecError, mistake
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
@@ -39,7 +39,7 @@ def from_hf(path: str | Path) -> Model:
     if file.suffix in PICKLES:
         raise mistake(str(file), "is a pickle, and pickles are not read here", CONVERT)
     try:
-        config = parse_json(read_bounded(file, MOST_JSON))
+        config = parse_json(read_bounded(file, MOST_JSON), unique_keys=True)
     except FileNotFoundError:
         remedy = "Give a folder with a config.json (a Hugging Face model that is already on this machine)."
         if (exported := file.parent / "export" / "config.json").is_file():
@@ -48,6 +48,8 @@ def from_hf(path: str | Path) -> Model:
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "is not UTF-8"
         raise mistake(str(file), f"cannot be read: {why}", "Give a model's config.json.") from None
+    except RepeatedKeyError as error:
+        raise mistake(str(file), str(error), "Keep one of the two.") from None
     except ValueError as error:
         raise mistake(line_of(error, file), f"is not JSON: {error}", "Repair the file.") from None
     if not isinstance(config, dict):

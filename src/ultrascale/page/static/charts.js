@@ -56,7 +56,7 @@ function drawMemory(memory, choose) {
   const limits = [["", "a device", memory.capacity], ["usable", "to be used", memory.usable]];
   const used = new Set([...memory.bars, ...memory.ranks].flatMap((bar) => bar.parts.map((part) => part.name)));
   const rows = memory.bars.map((bar) => {
-    const words = `${bar.text}, ${bar.fits ? "fits" : "does not fit"}, step ${bar.step}`;
+    const words = `${bar.text}, ${bar.fits ? `fits, step ${bar.step}` : `does not fit; step, if it did, ${bar.step}`}`;
     const label = choose
       ? make("button", { type: "button", "aria-pressed": String(bar.chosen), title: `Plan with ${bar.label}`, onclick: () => choose(bar.zero_stage) }, bar.label)
       : make("b", {}, bar.label);
@@ -131,7 +131,8 @@ function drawRoofline(roofline, width) {
   const tell = (event) => { const of = event.target.closest("[data-told]"); if (of) told.textContent = of.dataset.told; };
   picture.addEventListener("pointerover", tell);
   picture.addEventListener("pointerdown", tell);
-  return section("roofline", "Roofline of the step's operations", "Forward and backward of the slowest rank, at the speed the planner prices them. Element-wise work has no products: its bound is memory.", picture, told,
+  return section("roofline", "Roofline of the step's operations", "Forward and backward of the slowest rank, at the speed the planner prices them. Element-wise work has no products: its bound is memory.",
+    make("p", { class: "about" }, `Compute of the step, ${roofline.account.text}: ${roofline.account.parts.map((part) => `${part.label} ${part.text}`).join(", ")}.`), picture, told,
     make("ul", { class: "legend" }, make("li", {}, make("i", { class: "dot product" }), "matrix products"), make("li", {}, make("i", { class: "dot attention" }), "attention")),
     table(["", "operation", "time", "share", "reaches", "of its bound", "bound by", "intensity", "times a step"], roofline.rows.map((row, index) =>
       [index + 1, row.name, row.text, row.share, row.rate_text, row.reached, row.bound, row.intensity_text, row.times]), { caption: "Operations of the step" }));
@@ -231,7 +232,7 @@ function drawScaling(rows) {
 
 function drawFacts(answer) {
   return section("facts", answer.title.model, `${answer.title.machine}; ${answer.title.layout}`,
-    make("p", { class: `verdict ${answer.verdict.kind}` }, answer.verdict.text),
+    make("p", { class: `verdict ${answer.verdict.kind}` }, answer.verdict.text, answer.sufficient ? ` ${answer.sufficient}` : ""),
     answer.notes.length ? make("ul", { class: "notes" }, answer.notes.map((note) => make("li", {}, note))) : null,
     make("dl", { class: "facts" }, answer.facts.map((fact) => make("div", {}, make("dt", {}, fact.name), make("dd", {}, fact.text, make("small", {}, fact.note))))));
 }

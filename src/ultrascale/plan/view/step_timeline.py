@@ -7,9 +7,9 @@ the picture is as long as the step. Where in the step some of it really occurs, 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 from ultrascale.description.problems import mistake
+from ultrascale.output_file import write_output
 from ultrascale.plan.pipeline.pipelined import stage_seconds
 from ultrascale.plan.pipeline.play import Timeline, simulate
 from ultrascale.plan.report import RunPlan
@@ -43,9 +43,9 @@ def write_step(plan: RunPlan, *, svg: str | None, perfetto: str | None) -> None:
         part = "" if drawn == count else f", {drawn} of {count} micro-batches"
         unit = "" if drawn == count else "s for those that are drawn"
         timeline = whole if drawn == count else step_timeline(prediction, num_micro_batches=drawn)
-        Path(svg).write_text(draw_svg(timeline, title=title + part, unit=unit, after=after))
+        write_output(svg, draw_svg(timeline, title=title + part, unit=unit, after=after))
     if perfetto is not None:
-        Path(perfetto).write_text(json.dumps(trace_events(whole, title=title, after=after)))
+        write_output(perfetto, json.dumps(trace_events(whole, title=title, after=after)))
 
 
 def step_timeline(prediction: Prediction, *, num_micro_batches: int | None = None) -> Timeline:

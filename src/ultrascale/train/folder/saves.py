@@ -4,7 +4,7 @@ A save that fails after its own retries (`checkpoint.disk.patience`) has changed
 of weeks should not end because a disk was full for a minute, nor should it train for days without a checkpoint:
 
     report    a line on the console, an event, and the step to which the run would go back
-    retry     after a tenth of the interval, in the foreground, so that its outcome is known
+    retry     after a tenth of the interval, in the foreground, so that its outcome is known; after the last step, at once
     abort     after `checkpoint.failures_allowed` failures in a row: by default one interval after the first failure
 
 Every rank counts alike, since `checkpoint` fails on all ranks together. A state that cannot be saved because of its contents (a
@@ -33,6 +33,8 @@ class Saves:
     """Called with the step and a message about a failed save."""
     saved_at: int
     """Steps done at the newest checkpoint; -1 if there is none."""
+    last_step: int
+    """Number of steps of the run: its last save is after them."""
     failed: int = 0
     """Failed saves in a row."""
     retry_at: int | None = None
@@ -86,12 +88,16 @@ class Saves:
             self.failed, self.saved_at = self.failed + 1, self._known
             if self.failed > self.settings.failures_allowed:
                 raise
-            self.retry_at = step + max(1, (self.settings.every_steps or RETRIES_AN_INTERVAL) // RETRIES_AN_INTERVAL)
+            pause = max(1, (self.settings.every_steps or RETRIES_AN_INTERVAL) // RETRIES_AN_INTERVAL)
+            self.retry_at = min(step + pause, self.last_step)
             self.report(step, self._failure_text(step, error))
             return False
 
     def _failure_text(self, step: int, error: SaveFailedError) -> str:
         before = "nothing is saved yet" if self.saved_at < 0 else f"the newest checkpoint is of step {self.saved_at}"
         remaining = self.settings.failures_allowed - self.failed + 1
-        retry = f"once more at step {self.retry_at}; {remaining} more in a row end the run"
+        if step >= self.last_step:
+            retry = "once more at once, since no step is left; if that fails too, the run ends without it"
+        else:
+            retry = f"once more at step {self.retry_at}; {remaining} more in a row end the run"
         return f"WARNING: saving failed at step {step}, {before}; {retry} (checkpoint.failures_allowed): {error}"

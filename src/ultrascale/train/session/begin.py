@@ -103,7 +103,8 @@ def begin(
     if store is not None:
         store.write_node_event("start", trainer.steps_done)
         store.catch_up(newest.folder)
-    saves = Saves(saver, run.checkpoint, metrics.save_failed, trainer.steps_done if newest.folder is not None else -1)
+    saved_at = trainer.steps_done if newest.folder is not None else -1
+    saves = Saves(saver, run.checkpoint, metrics.save_failed, saved_at, run.steps)
     place = CheckpointPlace(run, folder, saves, ranks, metrics.checkpoints_lost)
     session = Session(run, ranks, folder, trainer, saves, place, metrics, store, [])
     session.observers += _observers(session, validation, data_check, leave_by)

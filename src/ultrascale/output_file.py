@@ -1,0 +1,28 @@
+"""Files that a command was asked to write: each appears whole or not at all, so that a full disk leaves nothing in the way."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+from uuid import uuid4
+
+
+def write_output(path: str | Path, text: str) -> None:
+    """Write `text` as UTF-8 under a temporary name and rename it to `path`; a device or a pipe is written to directly.
+
+    Raises OSError that names `path`, which is then as it was.
+    """
+    target = Path(os.path.realpath(path))
+    partial = target.with_name(f".{uuid4().hex[:8]}.partial")
+    try:
+        if target.exists() and not target.is_file():
+            target.write_text(text, encoding="utf-8")
+            return
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(target)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    finally:
+        with suppress(OSError):
+            partial.unlink()
