@@ -239,7 +239,7 @@ def test_a_layout_that_does_not_fit_is_not_shown_as_one_that_runs():
     facts = {fact["name"]: fact["text"] for fact in answer["facts"]}
     assert {"Step, if it fitted", "Tokens a second, if it fitted", "MFU, if it fitted"} <= facts.keys()
     assert facts["ultrascale train"] == "would run out of memory"
-    assert answer["sufficient"].startswith("128 GPUs would do")
+    assert answer["sufficient"].startswith("112 GPUs would do")
 
 
 def test_operations_and_what_is_beside_them_sum_to_the_compute_of_the_step():

@@ -87,9 +87,11 @@ def test_the_rest_is_kept_where_that_is_legal_and_what_is_not_is_named(result: S
         if one.name in ("zero_stage", "pp") and not one.also:
             layout = replace(best.layout, **{one.name: int(one.value)})
             layout = replace(layout, dp=layout.dp * best.layout.world_size // layout.world_size, dp_shard=None)
+            layout = replace(layout, schedule="1f1b", virtual_stages=1) if layout.pp == 1 else layout
             assert one.seconds == pytest.approx(predict(result.workload, layout).step_seconds), one
+    assert all("None" not in one.also for one in changes(result))
     plain = next(one for one in changes(result) if one.name == "pp" and one.value == "1")
-    assert "schedule" in plain.also or best.layout.schedule == "1f1b"
+    assert "schedule" not in plain.also  # without a pipeline there is none
 
 
 def test_more_memory_is_worth_what_a_search_with_it_finds(result: SearchResult) -> None:
@@ -115,14 +117,9 @@ def test_what_binds_is_said_with_its_share(result: SearchResult) -> None:
     endless = next(one for one in found if one.name == "unlimited memory")
     loose = [replace(one, gain=0.0) for one in found]
     assert binding(best, loose).startswith("Memory does not bind")
-    faster = next(one for one in found if one.name == "matrix products 20% faster")
-    little = binding(best, [replace(endless, gain=0.03), replace(faster, gain=0.2)])
-    assert little.startswith(
-        "Memory binds little: without its limit a step would be 3% faster, matrix products 20% faster 20%;"
-    )
-    assert binding(best, [replace(endless, gain=0.25), replace(faster, gain=0.2)]).startswith(
-        "Memory binds: without its limit a step would be 25% faster"
-    )
+    little = binding(best, [replace(endless, gain=0.03)])
+    assert little.startswith("Memory binds little: without its limit a step would be 3% faster;")
+    assert binding(best, [replace(endless, gain=0.25)]).startswith("Memory binds: without its limit a step would be 25% faster")
 
 
 def test_the_batch_is_told_as_a_product(result: SearchResult) -> None:

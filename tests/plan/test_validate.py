@@ -148,7 +148,7 @@ def test_a_column_that_is_nearly_called_like_a_missing_one_is_told(tmp_path: Pat
     told = capsys.readouterr()
     assert told.err.startswith(f"note: {file}: nobody reads the column seqlen. Did you mean seq_len?\n")
     assert json.loads(told.out)
-    assert f"note: {file}: has no column to compare with: step_time_s, tokens_per_s_per_gpu," in told.err
+    assert f"note: {file}: has nothing to compare with in step_time_s, tokens_per_s_per_gpu," in told.err
     measured = write(tmp_path / "measured.csv", LLAMA | RESULTS)
     assert main(["validate", str(measured), "--json"]) == 0 and "to compare with" not in capsys.readouterr().err
     assert misspelt_columns(write(tmp_path / "right.csv", LLAMA)) == misspelt_columns(write(tmp_path / "p.csv", PLAYBOOK)) == []

@@ -97,7 +97,8 @@ def _change(change: dict[str, Any], best: Prediction) -> str:
     chosen = getattr(best.layout, change["name"]) or best.layout.shard_size
     slower = change["seconds"] / best.step_seconds - 1
     memory = format_bytes(change["peak_bytes"]) + ("" if change["fits"] else ", which does not fit")
-    return f"{change['name']} {change['value']} instead of {chosen}: step {slower:+.1%}, memory {memory}."
+    also = f", with {change['also']}" if change["also"] else ""
+    return f"{change['name']} {change['value']} instead of {chosen}{also}: step {slower:+.1%}, memory {memory}."
 
 
 def scaling_rows(json: dict[str, Any]) -> list[dict[str, Any]]:

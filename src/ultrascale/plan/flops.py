@@ -42,7 +42,7 @@ def hardware_flops_per_token(model: Model, layout: Layout, rank: Shape) -> float
 
 
 def hardware_flops(model: Model, layout: Layout, rank: Shape) -> dict[str, float]:
-    """Hardware FLOPs per token by kind: GEMMs, attention, and the recomputation of both."""
+    """Hardware FLOPs per token by kind: GEMMs, attention, and the recomputation of both; with the loss's second product."""
     sequence_length, masks = rank.sequence_length, not rank.masks_in_kernel
     shape = Shape(1, sequence_length, documents=rank.documents, mlp_chunks=layout.mlp_chunks)
     more = model.num_nextn_predict_layers

@@ -45,8 +45,10 @@ def trace_stages(run: Run, *, device: Kind) -> list[StagePeak]:
         return list(map(trace_one, todo))
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])  # torch is imported once, and not by each process
-    with hidden_main(), ProcessPoolExecutor(workers, context, _begin) as pool:
-        return list(pool.map(trace_one, todo))
+    with ProcessPoolExecutor(workers, context, _begin) as pool:
+        with hidden_main():
+            peaks = pool.map(trace_one, todo)  # starts the processes
+        return list(peaks)
 
 
 def _begin() -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import csv
 import io
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from itertools import islice
@@ -126,8 +127,8 @@ class RunResult:
     n_obs: int | None = None
 
 
-MEASURED = ("step_time_s", "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu_reported", "mfu_percent", "peak_mem_gib")
-"""Columns with which predictions are compared."""
+MEASURED = ("step_time_s", "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu_reported", "peak_mem_gib")
+"""Columns of published runs with which predictions are compared."""
 
 
 @dataclass(frozen=True)
@@ -190,9 +191,10 @@ def misspelt_columns(path: str | Path) -> list[tuple[str, str]]:
     return [(name, close[0]) for name, close in matches if close]
 
 
-def is_unmeasured(path: str | Path) -> bool:
-    """True if a file that `read_rows` accepted has none of the `MEASURED` columns, nor the playbook's outcome."""
-    return not {"outcome", *MEASURED} & {*_header(path)}
+def is_unmeasured(rows: Iterable[MeasuredRow]) -> bool:
+    """True if no row has one of the `MEASURED` cells, nor the playbook's outcome."""
+    names = ("outcome", "mfu_percent", *MEASURED)
+    return not any(getattr(row.measured, name) for row in rows for name in names)
 
 
 def _header(path: str | Path) -> list[str]:

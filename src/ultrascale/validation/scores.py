@@ -181,9 +181,10 @@ def _time_error(case: ScoredRow) -> float:
 def _rate_error(case: ScoredRow) -> float | None:
     """Error of FLOPs per second, for rows that print no time."""
     row, predicted = case.row.measured, case.predicted.flops_per_second_per_gpu
-    if predicted is None or not row.reported or _reports(case.row, "step_time", "tokens_per_s"):
+    has_time = bool(row.reported or row.step_time_s or row.tokens_per_s_per_gpu)
+    if predicted is None or (has_time and _reports(case.row, "step_time", "tokens_per_s")):
         return None
-    if row.tflops_per_gpu and "tflops" in row.reported:
+    if row.tflops_per_gpu and _reports(case.row, "tflops"):
         return predicted / (row.tflops_per_gpu * 1e12) - 1
     if row.mfu_reported and case.predicted.mfu:
         peak = row.mfu_peak_tflops * 1e12 if row.mfu_peak_tflops else predicted / case.predicted.mfu

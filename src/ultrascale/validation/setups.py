@@ -8,7 +8,7 @@ published runs were tuned, and widens the interval to the others. Values filled 
     dp                n_gpus / (tp pp cp)
     zero_stage, sp    default of its program (`catalogue.stacks.stack_files.Usual`)
     micro_batch       with neither batch nor pipeline 1 to 8 sequences, of a global batch of 8 a rank
-    grad_accum        global_batch / (dp micro_batch); without both, one micro-batch per pipeline stage
+    grad_accum        global_batch / (dp micro_batch); in a pipeline without both, one micro-batch per stage
     global_batch      dp micro_batch grad_accum
     precision         bf16; fp16 on devices without bf16
     seq_len           4096

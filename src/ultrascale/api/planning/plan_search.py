@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from math import prod
 from typing import Any
 
@@ -60,7 +60,7 @@ class SearchOutcome:
     better_clusters: tuple[tuple[Cluster, Prediction], ...] = ()
     """Best layouts on other GPUs."""
 
-    @property
+    @cached_property
     def smallest_that_fits(self) -> Prediction | None:
         """The smallest of the larger clusters on which a layout fits."""
         return smallest_that_fits(self.result.workload, base=self.base, constraints=self.constraints)

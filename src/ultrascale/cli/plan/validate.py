@@ -55,12 +55,13 @@ def validate(
         raise mistake("validate", "no file is given", "Name a CSV file: ultrascale validate runs.csv")
     if out is not None:
         _check_writable(out, overwrite=overwrite)
-    rows = [row for file in files for row in read_rows(file)]
+    read = {file: read_rows(file) for file in files}
+    rows = [row for file in files for row in read[file]]
     for file in files:
         for name, meant in misspelt_columns(file):
             print(f"note: {file}: nobody reads the column {name}. Did you mean {meant}?", file=sys.stderr)
-        if is_unmeasured(file):
-            print(f"note: {file}: has no column to compare with: {', '.join(MEASURED)}.", file=sys.stderr)
+        if is_unmeasured(read[file]):
+            print(f"note: {file}: has nothing to compare with in {', '.join(MEASURED)}.", file=sys.stderr)
     predictions = predict_rows([row.config for row in rows])
     if out is not None:
         write_predictions(out, rows, predictions)

@@ -43,7 +43,7 @@ def export(
         precision: Dtype of the exported weights; as-is: that of the folder the run was imported from, else of the checkpoint.
         max_shard_gb: Largest size of a weight file in GB (10^9 bytes).
         tokenizer: tokenizer.json to include, if the one of the run's data is elsewhere.
-        overwrite: Replace OUT if it is an earlier export; nothing else is ever replaced.
+        overwrite: Replace OUT if it is an earlier export, in a folder one of this model; nothing else is ever replaced.
         push_to_hub: Upload OUT to the Hugging Face Hub as model USER/NAME, with a model card. A new model is private.
         public: Make a new model on the Hub public.
         json: Print one JSON object.
@@ -88,12 +88,14 @@ def _exported(
     json: bool,
 ) -> int:
     from ultrascale.description.architecture.weights import num_parameters
-    from ultrascale.models.files.huggingface import export_folder
+    from ultrascale.models.files.huggingface import expect_same_model, export_folder
     from ultrascale.parallel.precision.mixed_precision import TORCH_DTYPE
 
     address = None
     with fetched(checkpoint) as source_folder, uploaded(out, overwrite=overwrite) as target:
         trained = open_trained_and_print(source_folder)
+        if store_of(out) is None:
+            expect_same_model(out, trained.model)
         dtype = trained.dtype if precision == "as-is" else TORCH_DTYPE[precision]
         folder = export_folder(
             trained.weights,

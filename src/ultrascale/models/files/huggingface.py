@@ -47,13 +47,12 @@ def export_folder(
     `tokenizer`: a `tokenizer.json` or a folder with one, to be copied. dtype None: as the tensors are. The folder appears whole
     or not at all: everything is written to a temporary folder next to it, which is then renamed. Raises SpecError if a weight
     is missing, unknown or of another shape, if the family cannot express the model, or if the folder exists and `overwrite` is
-    false. `overwrite` replaces nothing but an earlier export of this model, and nothing that overlaps `source`, the folder the
-    weights came from. Raises FolderError if the disk is full.
+    false. `overwrite` replaces nothing but an earlier export, and nothing that overlaps `source`, the folder the weights came
+    from. Raises FolderError if the disk is full.
     """
     expect_trainable(model)
     _check_state(state, model)
     config = to_hf(model) | {"torch_dtype": str(dtype or next(iter(state.values())).dtype).removeprefix("torch.")}
-    _expect_same_model(Path(folder) / "config.json", config)
     with fill_folder(Path(folder), is_ours=is_exported, overwrite=overwrite, source=source) as partial:
         special = copy_tokenizer(tokenizer, partial, max_length=model.max_position_embeddings) if tokenizer else {}
         _write_shards(state, model, partial, dtype, max_shard_bytes)
@@ -62,20 +61,22 @@ def export_folder(
     return Path(folder)
 
 
-_KIND = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
-"""Keys of config.json by which models are told apart."""
-
-
-def _expect_same_model(earlier: Path, config: Mapping[str, Any]) -> None:
+def expect_same_model(folder: Path, model: Model) -> None:
     """Raises SpecError if a folder that would be replaced holds another model: one that was downloaded, or another run's."""
     try:
-        held = json.loads(earlier.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        held = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
         return
-    differ = [key for key in _KIND if isinstance(held, dict) and held.get(key, config.get(key)) != config.get(key)]
-    if differ:
-        values = ", ".join(f"{key} = {held[key]}" for key in differ)
-        raise mistake(str(earlier.parent), f"holds another model ({values}) and is not replaced", "Choose another folder.")
+    config = to_hf(model)
+    sizes = [key for key, value in config.items() if isinstance(value, int) and not key.endswith(_NO_SIZE)]
+    keys = [key for key in ("model_type", *sizes) if isinstance(held, dict) and key in held and held[key] != config[key]]
+    if keys:
+        values = ", ".join(f"{key} = {held[key]}" for key in keys[:3])
+        raise mistake(str(folder), f"holds another model ({values}) and is not replaced", "Choose another folder.")
+
+
+_NO_SIZE = ("token_id", "max_position_embeddings", "use_cache")
+"""Ends of keys that may change within one model."""
 
 
 def import_folder(path: str | Path) -> tuple[Model, dict[str, Tensor]]:

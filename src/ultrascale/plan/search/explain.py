@@ -34,6 +34,8 @@ FASTER = 1.2
 POOL = 512
 """Layouts of each selection of `_pool` that are searched again for a changed machine."""
 UNLIMITED = "unlimited memory"
+BINDS = 0.05
+"""Speed that more memory has to bring, to be called what binds."""
 PLAYED = 3
 """Layouts of each schedule whose pipelines are simulated."""
 
@@ -168,11 +170,17 @@ def _fastest_by_value(workload: Workload, table: LayoutTable, name: str, of: tup
 
 
 def _also(layout: Layout, before: Layout, along: Sequence[str]) -> str:
-    """Fields among `along` that differ, with their new values; shards over all of dp are no choice of their own."""
-    changed = [name for name in along if getattr(layout, name) != getattr(before, name)]
-    if layout.shard_size == layout.dp and before.shard_size == before.dp:
-        changed = [name for name in changed if name != "dp_shard"]
-    return ", ".join(f"{name} {getattr(layout, name)}" for name in changed)
+    """Fields among `along` that differ and mean something, with their new values."""
+    changed = {name: _value(layout, name) for name in along if _value(layout, name) != _value(before, name)}
+    if layout.pp == 1:
+        changed = {name: value for name, value in changed.items() if name not in ("schedule", "virtual_stages")}
+    return ", ".join(f"{name} {value}" for name, value in changed.items())
+
+
+def _value(layout: Layout, name: str) -> object:
+    if name == "dp_shard":
+        return "all of dp" if layout.shard_size == layout.dp else layout.shard_size
+    return getattr(layout, name)
 
 
 def marginals(result: SearchResult) -> list[Marginal]:
@@ -209,11 +217,8 @@ def binding(best: Prediction, gains: list[Marginal]) -> str:
     memory = next((marginal for marginal in gains if marginal.name == UNLIMITED), None)
     if memory is None or memory.gain < 0.01:
         return f"Memory does not bind; {share}."
-    more = max((marginal for marginal in gains if "memory" not in marginal.name), key=lambda each: each.gain)
-    if more.gain > memory.gain:
-        little = f"Memory binds little: without its limit a step would be {memory.gain:.0%} faster"
-        return f"{little}, {more.name} {more.gain:.0%}; {share}."
-    return f"Memory binds: without its limit a step would be {memory.gain:.0%} faster; {share}."
+    little = "" if memory.gain >= BINDS else " little"
+    return f"Memory binds{little}: without its limit a step would be {memory.gain:.0%} faster; {share}."
 
 
 def _pool(priced: PricedLayouts, capacity_bytes: float, most: int = POOL) -> LayoutTable:

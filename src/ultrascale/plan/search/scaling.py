@@ -132,17 +132,17 @@ def _fastest_at(workload: Workload, count: int, base: Layout | None, constraints
 def smallest_that_fits(
     workload: Workload, *, base: Layout | None = None, constraints: Constraints | None = None
 ) -> Prediction | None:
-    """The best layout on the smallest number of GPUs on which one fits: by doubling, then by halving the step in whole nodes,
-    at most `BISECTIONS` times. None if none does."""
+    """The best layout on the smallest number of GPUs on which one fits: by doubling, then by halving the step at most
+    `BISECTIONS` times, in whole nodes or trays of a rack. None if none does."""
     node, too_few = workload.cluster.node, workload.cluster.num_accelerators
     while not (best := _fastest_at(workload, 2 * too_few, base, constraints)):
         too_few *= 2
         if 2 * too_few > MOST_GPUS:
             return None
-    enough = 2 * too_few
-    for _ in range(BISECTIONS if node.tray is None else 0):
-        middle = (too_few + enough) // 2 // node.num_accelerators * node.num_accelerators
-        if not too_few < middle < enough:
+    enough, unit = 2 * too_few, node.tray or node.num_accelerators
+    for _ in range(BISECTIONS):
+        middle = (too_few + enough) // 2 // unit * unit
+        if not too_few < middle < enough or (node.tray and node.places is None and not places_used(middle, node)):
             break
         if fewer := _fastest_at(workload, middle, base, constraints):
             best, enough = fewer, middle

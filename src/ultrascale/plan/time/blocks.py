@@ -51,7 +51,7 @@ COLUMN_BYTES = WIDE_BYTES + NARROW_BYTES
 ROWWISE_OVER_TENSORWISE = 1.05
 """Time of an fp8 GEMM with row-wise scales (CUTLASS) over that with one scale (cuBLAS): most shapes reach 90 to 100 percent of
 the rate (pytorch issue 147971, H100, 2025)."""
-PRODUCT_DERATES = {("b200", "bf16"): 1.1}
+PRODUCT_DERATES = {("b200", "bf16"): 1.1, ("b200", "fp16"): 1.1}
 """Time of GEMMs of one dtype in training beyond `Constants.device_derates`. In bf16 SimuMax's products take 1.32 times NVIDIA's
 table (docs/compute-model.md), runs of it and torchtitan 1.3; in fp8 those of NVIDIA, MaxText and torchtitan 1.1 to 1.25."""
 

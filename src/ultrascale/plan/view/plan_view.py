@@ -19,7 +19,7 @@ from ultrascale.plan.costs.stops import SPARES_SUFFICE, Stops, stops
 from ultrascale.plan.islands import IslandsPlan
 from ultrascale.plan.memory.replay import MemoryPlan
 from ultrascale.plan.report import DEFAULT_OPTIMIZER, RunPlan, first_that_fits, not_trainable, step_interval, workload_of
-from ultrascale.plan.view.notes import notes
+from ultrascale.plan.view.notes import notes, warnings
 from ultrascale.plan.view.state_words import state_words
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ def show_briefly(
     console.print(_verdict(plan).split("\n")[0])
     if plan.prediction is not None:
         console.print(_speed(plan, plan.prediction, tokens, budget, brief=True))
-    for note in notes(plan, result):
+    for note in warnings(plan, result):
         console.print(Text(note, style="yellow"))
 
 
