@@ -114,10 +114,10 @@ def test_the_schedule_tells_of_the_pass_under_the_pointer(tab, link):
 
 def test_the_notes_of_a_plan_are_shown(tab, link):
     asked = {"model": "llama-3-8b", "count": "64", "machine": "h100-sxm", "seq_len": "8192", "tokens_per_batch": "4M"}
-    (note,) = json.loads(question(asked)["json"])["notes"]
-    assert "--data.document-mask false" in note
+    notes = json.loads(question(asked)["json"])["notes"]
+    assert "--data.document-mask false" in notes[0] and "--layout.attention flash-3" in notes[1]
     opened(tab, link)
-    assert tab.locator("#facts .notes li").all_inner_texts() == [note]
+    assert tab.locator("#facts .notes li").all_inner_texts() == notes
 
 
 NONSENSE = {
