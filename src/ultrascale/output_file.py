@@ -8,18 +8,19 @@ from pathlib import Path
 from uuid import uuid4
 
 
-def write_output(path: str | Path, text: str) -> None:
-    """Write `text` as UTF-8 under a temporary name and rename it to `path`; a device or a pipe is written to directly.
+def write_output(path: str | Path, content: str | bytes) -> None:
+    """Write `content` (text as UTF-8) under a temporary name and rename it to `path`; a device or pipe is written to directly.
 
     Raises OSError that names `path`, which is then as it was.
     """
+    data = content.encode() if isinstance(content, str) else content
     target = Path(os.path.realpath(path))
     partial = target.with_name(f".{uuid4().hex[:8]}.partial")
     try:
         if target.exists() and not target.is_file():
-            target.write_text(text, encoding="utf-8")
+            target.write_bytes(data)
             return
-        partial.write_text(text, encoding="utf-8")
+        partial.write_bytes(data)
         partial.replace(target)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -123,3 +124,20 @@ def test_a_script_without_a_guard_that_asks_for_every_stage_runs_once() -> None:
     script += "print(len(us.trace('runs/tiny-llama-cpu.toml', layout={'pp': 2}, all_stages=True).rows()))\n"
     done = subprocess.run([sys.executable, "-"], input=script, capture_output=True, text=True, timeout=400)
     assert (done.stdout, done.returncode) == ("ran\n2\n", 0), done.stderr
+
+
+@pytest.mark.parametrize("name", ["m.png", "m.svg", "t.json", "m.pickle"])
+def test_a_file_without_room_is_named_and_nothing_of_it_stays(run: str, name: str, tmp_path: Path, capsys) -> None:
+    file = tmp_path / "out" / name
+    file.parent.mkdir()
+    assert main(["trace", run, "--out", str(file)]) == 0  # modules are compiled without the limit
+    file.unlink()
+    capsys.readouterr()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))  # as a full disk: a write fails after its first bytes
+    try:
+        code = main(["trace", run, "--out", str(file)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert code == 1 and name in capsys.readouterr().err
+    assert not any(file.parent.iterdir())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from io import BytesIO
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -11,6 +12,7 @@ from ultrascale.description.parsing import parse_json
 from ultrascale.description.problems import mistake
 from ultrascale.launch.events import event_of, read_rows
 from ultrascale.measure.run_marks import Mark, marks_of
+from ultrascale.output_file import write_output
 from ultrascale.run_rows import memory_document, metric_row
 
 INK, GRID = "#22272e", "#e3e6ea"
@@ -278,6 +280,8 @@ def _dress(axes: Any, title: str, across: str, up: str) -> None:
 
 
 def save_figure(figure: Any, path: Path) -> Path:
-    """Write the figure to `path`, and return it."""
-    figure.savefig(path, facecolor="white")
+    """Write the figure to `path` in the format of its suffix, and return it. Raises OSError that names `path`."""
+    picture = BytesIO()
+    figure.savefig(picture, facecolor="white", format=path.suffix.removeprefix("."))
+    write_output(path, picture.getvalue())
     return path

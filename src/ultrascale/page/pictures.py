@@ -5,8 +5,11 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import Any
+
+from ultrascale.output_file import write_output
 
 GIB = 2**30
 INK = "#1a1d21"
@@ -56,8 +59,10 @@ def write_pictures(answer: Mapping[str, Any], folder: Path) -> list[Path]:
         drawn["scaling"] = _scaling(answer)
     paths = []
     for name, figure in drawn.items():
+        picture = BytesIO()
+        figure.savefig(picture, format="png")
         paths.append(folder / f"{name}.png")
-        figure.savefig(paths[-1])
+        write_output(paths[-1], picture.getvalue())
     return paths
 
 

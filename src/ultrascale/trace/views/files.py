@@ -19,6 +19,7 @@ from typing import Any
 
 from ultrascale.description.problems import mistake
 from ultrascale.measure.plots import plot_memory
+from ultrascale.output_file import write_output
 from ultrascale.trace.allocator import ROUND, SMALL_SEGMENT, placed
 from ultrascale.trace.recording.record import RankTrace
 
@@ -31,8 +32,8 @@ def write_file(trace: RankTrace, path: Path, *, planned_peak_bytes: int | None =
     writers: dict[str, Callable[[], object]] = {
         ".png": lambda: _picture(trace, path, planned_peak_bytes),
         ".svg": lambda: _picture(trace, path, planned_peak_bytes),
-        ".json": lambda: path.write_text(json.dumps(perfetto(trace))),
-        ".pickle": lambda: path.write_bytes(dumps(snapshot(trace))),
+        ".json": lambda: write_output(path, json.dumps(perfetto(trace))),
+        ".pickle": lambda: write_output(path, dumps(snapshot(trace))),
     }
     if path.suffix not in writers:
         rule = f"ends in {path.suffix or 'nothing'}, and a trace is written as {', '.join(writers)}"
