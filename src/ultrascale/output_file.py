@@ -1,10 +1,11 @@
-"""Files that a command was asked to write: each appears whole or not at all, so that a full disk leaves nothing in the way."""
+"""Files that appear whole or not at all: a full disk leaves nothing in the way, and nobody reads half of one."""
 
 from __future__ import annotations
 
 import os
 from contextlib import suppress
 from pathlib import Path
+from shutil import copymode
 from uuid import uuid4
 
 
@@ -21,6 +22,8 @@ def write_output(path: str | Path, content: str | bytes) -> None:
             target.write_bytes(data)
             return
         partial.write_bytes(data)
+        if target.exists():
+            copymode(target, partial)
         partial.replace(target)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -24,6 +23,7 @@ from ultrascale.catalogue.machine_file import machine_text
 from ultrascale.config.resolve import to_toml
 from ultrascale.description.parsing import parse_json
 from ultrascale.description.run import Run
+from ultrascale.output_file import write_output
 from ultrascale.sweep.grid import Axis, SweepCell
 
 WARM, TIMED = 4, 8
@@ -89,7 +89,7 @@ class CellPlace:
         self.path.mkdir(parents=True, exist_ok=True)
         if self.result is None and self.result_file.exists():
             self.result_file.replace(self.result_file.with_suffix(".not-understood.json"))
-        _replace(self.run_file, to_toml(self.run).encode())
+        write_output(self.run_file, to_toml(self.run))
         (self.path / "failed.json").unlink(missing_ok=True)
 
     def fail(self, failure: Failure) -> None:
@@ -98,7 +98,7 @@ class CellPlace:
 
     def keep(self, name: str, data: bytes) -> None:
         """Write a file of the cell, atomically."""
-        _replace(self.path / name, data)
+        write_output(self.path / name, data)
 
 
 def place_of(folder: Path, cell: SweepCell, axes: Sequence[Axis], *, steps: int, warm: int) -> CellPlace:
@@ -122,13 +122,6 @@ def _is_result(result: Mapping[str, Any]) -> bool:
         return False
     numbers = [*seconds, *(result[key] for key in COUNTED), *(result[key] for key in MAYBE_COUNTED if result[key] is not None)]
     return all(type(number) in (int, float) and 1 / MOST_COUNTED < number < MOST_COUNTED for number in numbers)
-
-
-def _replace(path: Path, data: bytes) -> None:
-    """Replaces a file atomically: another command may be reading it."""
-    partial = path.with_suffix(f".{os.getpid()}")
-    partial.write_bytes(data)
-    partial.replace(path)
 
 
 def _read(path: Path) -> dict[str, Any]:

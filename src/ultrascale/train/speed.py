@@ -10,7 +10,6 @@ The result is one JSON object, `Speed`.
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -22,6 +21,7 @@ from ultrascale.description.problems import SpecError
 from ultrascale.description.progress import step_span
 from ultrascale.description.run import Run
 from ultrascale.measure.machine.ceilings import device_name, is_here, peak_flops
+from ultrascale.output_file import write_output
 from ultrascale.plan.flops import model_flops_per_token
 from ultrascale.plan.report import plan_run
 from ultrascale.train.folder.run_folder import environment
@@ -94,7 +94,7 @@ def measure_speed(run: Run, steps: int, out: Path, *, warm: int, rendezvous: str
         if not ranks.is_first:
             return None
         speed = _speed(trainer, seconds, memories)
-        _write(out, asdict(speed))
+        write_output(out, json.dumps(asdict(speed), indent=1) + "\n")
         return speed
 
 
@@ -146,10 +146,3 @@ def _speed(trainer: Trainer, seconds: list[float], memories: list[_Memory]) -> S
         device=device_name(ranks.device),
         environment=environment(),
     )
-
-
-def _write(path: Path, value: dict[str, Any]) -> None:
-    """Write the file atomically: readers find the complete file or none."""
-    partial = path.with_suffix(f".{os.getpid()}")
-    partial.write_text(json.dumps(value, indent=1) + "\n")
-    partial.replace(path)

@@ -21,6 +21,7 @@ from ultrascale.contact import meaning_of
 from ultrascale.description.rank_environment import env_rank
 from ultrascale.description.run import Run
 from ultrascale.launch.orphans import end_with_starter
+from ultrascale.output_file import write_output
 from ultrascale.parallel.lost import LostRankError
 from ultrascale.train.loop import train
 from ultrascale.train.watch.signs_of_life import has_launcher, signs_folder
@@ -146,10 +147,8 @@ def _write_cause(error: Exception) -> None:
 
 
 def _write_failure(path: Path, facts: dict[str, object]) -> None:
-    partial = path.with_suffix(f".{os.getpid()}")
     with suppress(OSError):  # without the file the launcher only retries once more
-        partial.write_text(json.dumps(facts))
-        partial.replace(path)
+        write_output(path, json.dumps(facts))
 
 
 if __name__ == "__main__":

@@ -53,13 +53,13 @@ def request_of(arguments: list[str]) -> PlanRequest:
 
 
 def _show(plan: Plan) -> None:
-    from ultrascale.plan.view.plan_view import show_alternatives, show_briefly, show_plan
+    from ultrascale.plan.view.plan_view import show_alternatives, show_plan
 
     console = console_for_people()
     if len(plan.compared) > 1:
         show_alternatives(list(plan.compared), console)
-    show = show_briefly if plan.request.options.brief else show_plan
-    show(plan.chosen, console, tokens=num_tokens(plan.request), budget=plan.request.options.budget)
+    options = plan.request.options
+    show_plan(plan.chosen, console, tokens=num_tokens(plan.request), budget=options.budget, brief=options.brief)
     console.print(f"\n[bold]next[/bold]  {_next_command(plan.chosen, plan.request)}", soft_wrap=True)
 
 

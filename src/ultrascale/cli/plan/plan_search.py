@@ -15,7 +15,7 @@ from ultrascale.description.units import count_of, format_bytes, parse_tokens
 from ultrascale.plan.report import RunPlan, not_trainable
 from ultrascale.plan.search.search import SearchResult, distinct
 from ultrascale.plan.view.notes import TIGHT_BYTES
-from ultrascale.plan.view.plan_view import show_briefly, show_plan
+from ultrascale.plan.view.plan_view import show_plan
 from ultrascale.plan.view.search_view import no_layout_fits, show_explanation, show_ranking
 from ultrascale.plan.workload import Workload
 
@@ -33,10 +33,7 @@ def show_search(plan: Plan, searched: SearchOutcome) -> None:
         if not options.brief:
             console.print()
     tokens = num_tokens(plan.request)
-    if options.brief:
-        show_briefly(plan.chosen, console, tokens=tokens, budget=options.budget, result=result)
-    else:
-        show_plan(plan.chosen, console, tokens=tokens, budget=options.budget, result=result)
+    show_plan(plan.chosen, console, tokens=tokens, budget=options.budget, result=result, brief=options.brief)
     if options.explain:
         console.print()
         show_explanation(result, searched.scaling_points, searched.better_clusters, console)

@@ -135,10 +135,11 @@ def smallest_that_fits(
     """The best layout on the smallest number of GPUs on which one fits: by doubling, then by halving the step at most
     `BISECTIONS` times, in whole nodes or trays of a rack. None if none does."""
     node, too_few = workload.cluster.node, workload.cluster.num_accelerators
-    while not (best := _fastest_at(workload, 2 * too_few, base, constraints)):
+    best = None
+    while 2 * too_few <= MOST_GPUS and not (best := _fastest_at(workload, 2 * too_few, base, constraints)):
         too_few *= 2
-        if 2 * too_few > MOST_GPUS:
-            return None
+    if best is None:
+        return None
     enough, unit = 2 * too_few, node.tray or node.num_accelerators
     for _ in range(BISECTIONS):
         middle = (too_few + enough) // 2 // unit * unit

@@ -101,11 +101,14 @@ def show_plan(
     tokens: int | None = None,
     budget: str | None = None,
     result: SearchResult | None = None,
+    brief: bool = False,
 ) -> None:
     """Print the plan of one run; `tokens` adds the time to train on this many, `budget` the training that it buys.
 
-    `result`: the search that chose it.
+    `result`: the search that chose it. `brief`: whether it fits, step and training time, and warnings, in eight lines.
     """
+    if brief:
+        return _show_briefly(plan, console, tokens, budget, result)
     console.print(_headline(plan))
     for note in notes(plan, result):
         console.print(Text(note, style="yellow"))
@@ -138,15 +141,7 @@ def _islands(islands: IslandsPlan) -> Text:
     return Text(f"{words} in the host's memory.")
 
 
-def show_briefly(
-    plan: RunPlan,
-    console: Console,
-    *,
-    tokens: int | None = None,
-    budget: str | None = None,
-    result: SearchResult | None = None,
-) -> None:
-    """Print briefly whether a run's plan fits, its step and training time, and warnings: eight lines and the notes."""
+def _show_briefly(plan: RunPlan, console: Console, tokens: int | None, budget: str | None, result: SearchResult | None) -> None:
     console.print(_headline(plan).split("\n")[0])
     console.print(_verdict(plan).split("\n")[0])
     if plan.prediction is not None:
