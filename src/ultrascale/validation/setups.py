@@ -8,6 +8,7 @@ published runs were tuned, and widens the interval to the others. Values filled 
     dp                n_gpus / (tp pp cp)
     zero_stage, sp    default of its program (`catalogue.stacks.stack_files.Usual`)
     micro_batch       with neither batch nor pipeline 1 to 8 sequences, of a global batch of 8 a rank
+    etp               tp where the program's default is to cut experts, and they are at least as wide as the model; else 1
     grad_accum        global_batch / (dp micro_batch); in a pipeline without both, one micro-batch per stage
     global_batch      dp micro_batch grad_accum
     precision         bf16; fp16 on devices without bf16
@@ -138,7 +139,7 @@ def _base_layout(config: RunConfig, model: Model, program: Program, assumed: lis
     tp, cp, pp = _blank_axes(config, gpus, assumed)
     dp = _data_parallel(config, gpus, tp * cp * pp, assumed)
     zero, shard = _zero(config, program.usual, dp, pp, assumed)
-    ep, expert_tp = _experts(config, model.num_experts, program.usual, tp * cp * dp, assumed)
+    ep, expert_tp = _experts(config, model, program.usual, tp * cp * dp, assumed)
     return Layout(
         dp=dp, zero_stage=zero, dp_shard=shard, tp=tp, cp=cp, pp=pp, ep=ep, expert_tp=expert_tp,
         cp_method=program.usual.cp_method,
@@ -208,17 +209,17 @@ def _zero(config: RunConfig, usual: Usual, dp: int, pp: int, assumed: list[str])
     return stages[stage], None
 
 
-def _experts(config: RunConfig, num_experts: int, usual: Usual, ranks: int, assumed: list[str]) -> tuple[int, int]:
-    if not num_experts:
+def _experts(config: RunConfig, model: Model, usual: Usual, ranks: int, assumed: list[str]) -> tuple[int, int]:
+    if not model.num_experts:
         return 1, 1
     ep = config.ep or 1
-    preferred = config.etp or (config.tp or 1 if usual.expert_tp == "tp" else 1)
-    for expert_tp in (preferred, 1):
-        if ranks % (ep * expert_tp) == 0 and num_experts % ep == 0:
+    is_cut = usual.expert_tp == "tp" and model.moe_intermediate_size >= model.hidden_size
+    for expert_tp in (config.etp or (config.tp or 1 if is_cut else 1), 1):
+        if ranks % (ep * expert_tp) == 0 and model.num_experts % ep == 0:
             if config.etp is None and expert_tp > 1:
                 assumed.append(f"experts cut by tp = {expert_tp}")
             return ep, expert_tp
-    raise UnrepresentableError(f"ep = {ep} does not divide {num_experts} experts and tp x cp x dp = {ranks}")
+    raise UnrepresentableError(f"ep = {ep} does not divide {model.num_experts} experts and tp x cp x dp = {ranks}")
 
 
 def _sequence_parallel(config: RunConfig, usual: Usual, tp: int, assumed: list[str]) -> bool:

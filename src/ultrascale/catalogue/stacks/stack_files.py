@@ -85,7 +85,7 @@ class Usual:
     sequence_parallel: bool = True
     """Sequence parallelism together with tensor parallelism."""
     expert_tp: Literal["tp", "none"] = "none"
-    """tp: experts are sharded like the other weights; none: they are not."""
+    """tp: experts at least as wide as the model are sharded like the other weights; none: no experts are."""
     cp_method: CpMethod = "ring"
     virtual_stages: tuple[int, ...] | Literal["any"] = (1,)
     """Virtual pipeline stages per rank, for schedules with several; any: every number that divides the layers."""
