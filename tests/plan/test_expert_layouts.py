@@ -21,7 +21,7 @@ FAR = {"megatron-bridge-040", "megatron-bridge-006", "ibm-fms-fsdp-007", "automo
 """More than 15 percent off."""
 CALLED_TOO_LARGE = {"megatron-bridge-012", "torchtitan-b200-006", "llama3-405b-16k"}
 """Ran, and are predicted to leave less free than must stay free."""
-UNEXPLAINED = {"megatron-bridge-020", "bloom-176b", "automodel-gpt-oss-120b"}
+UNEXPLAINED = {"megatron-bridge-020", "automodel-gpt-oss-120b"}
 """Free picks that gain more than 20 percent, with nothing known that the expert could not do."""
 
 

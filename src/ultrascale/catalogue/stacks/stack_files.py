@@ -37,6 +37,8 @@ class Abilities:
     hybrid_stages: tuple[int, ...] = ()
     """ZeRO stages whose state can be sharded over a part of the data-parallel ranks and replicated over the rest (HSDP)."""
     tensor: bool = True
+    sequence: bool = True
+    """Sequence parallelism beside tensor parallelism."""
     cp_methods: tuple[str, ...] = ()
     """Supported methods; empty: no context parallelism."""
     cp_alone: bool = False

@@ -40,6 +40,7 @@ def cannot_express(workload: Workload, layout: Layout) -> list[Problem]:
     checks = [
         ("zero_stage", layout.zero_stage in stages, f"ZeRO stages {', '.join(map(str, stages))}"),
         ("tp", layout.tp == 1 or can.tensor, "no tensor parallelism"),
+        ("sequence_parallel", not layout.sequence_parallel or layout.tp == 1 or can.sequence, "no sequence parallelism"),
         (
             "cp_method",
             layout.cp == 1 or layout.cp_method in can.cp_methods,

@@ -131,6 +131,8 @@ def _of_trainer(question: _Question) -> Reason | None:
         return f"{stack.name} has no {LACKING[name]}", "Use 1, or another --stack."
     if name == "cp" and value > 1 and can.cp_alone and (question.never_one("tp") or question.never_one("pp")):
         return f"{stack.name} has context parallelism without tp and pp only", "Drop the others, or use another --stack."
+    if name == "sequence_parallel" and value and not can.sequence:
+        return f"{stack.name} has no sequence parallelism", "Leave it out, or use another --stack."
     offered: dict[str, tuple[Any, ...]] = {
         "zero_stage": can.every_zero_stage, "recompute": can.recompute, "schedule": can.schedules, "cp_method": can.cp_methods,
     }  # fmt: skip

@@ -166,17 +166,20 @@ def _refuse_batch(rules: _Rules, dp: int) -> None:
 
 def _tensor(rules: _Rules, gpus: int) -> Iterator[tuple[int, bool]]:
     model, stack = rules.workload.model, rules.workload.stack
+    can = abilities(stack)
     per_node = rules.workload.cluster.node.num_accelerators
     for tp in divisors(gpus):
         if not rules.allows("tp", tp) or (tp > model.num_attention_heads and "tp" not in rules.constraints):
             continue
-        if tp > 1 and not abilities(stack).tensor:
+        if tp > 1 and not can.tensor:
             rules.refuse("tp", f"{stack.name} has no tensor parallelism")
         elif tp > per_node and "tp" not in rules.constraints:
             rules.refuse(f"tp > {per_node}", "leaves the node; searched if nothing else fits, and where --tp names it")
         else:
-            for sequence_parallel in rules.choose("sequence_parallel", (True,)):
-                if not rules.breaks(f"tp = {tp}", Layout(tp=tp, sequence_parallel=sequence_parallel)):
+            for sequence_parallel in rules.choose("sequence_parallel", (can.sequence,)):
+                if sequence_parallel and not can.sequence:
+                    rules.refuse("sequence_parallel", f"{stack.name} has no sequence parallelism")
+                elif not rules.breaks(f"tp = {tp}", Layout(tp=tp, sequence_parallel=sequence_parallel)):
                     yield tp, sequence_parallel
 
 
