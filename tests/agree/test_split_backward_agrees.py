@@ -29,6 +29,7 @@ from ultrascale.plan.pipeline.play import compile_schedule, duration_table
 from ultrascale.plan.split_backward import is_deferrable, split_shares
 from ultrascale.plan.time.blocks import compute_seconds, product_derate
 from ultrascale.plan.time.price import predict, price
+from ultrascale.plan.time.stages import partition_stages
 from ultrascale.plan.workload import Workload
 from ultrascale.schedules.actions import Action, Kind
 from ultrascale.schedules.build import build_schedule
@@ -150,7 +151,8 @@ def test_what_w_gathers_lengthens_the_step_and_is_tps(schedule: str, stages: int
     more = (np.asarray(seconds.split_input) + np.asarray(seconds.split_weight))[:, 0]
     assert more[0] == 0 and (more[2:] > 0).all()
     of_rank = more if stages == 1 else more[:4] + more[:3:-1]
-    without = price(workload, table, layers_per_stage=layout.layers_per_stage, adds_split_traffic=False).row(0)
+    stages_of_ranks = partition_stages(workload, table, cut)
+    without = price(workload, table, stages=stages_of_ranks, adds_split_traffic=False).row(0)
     busiest = 3 if stages == 1 else 0
     told = predict(workload, layout)
     assert told.waterfall["tensor_parallel"] - without.waterfall["tensor_parallel"] == pytest.approx(

@@ -17,9 +17,10 @@ from ultrascale.description.architecture.weights import num_parameters
 from ultrascale.description.layout import Layout
 from ultrascale.description.problems import SpecError
 from ultrascale.plan.layouts import LayoutTable
-from ultrascale.plan.time.price import PARTS, predict, price
+from ultrascale.plan.time.price import predict, price
 from ultrascale.plan.time.stage_cut import stage_layers
 from ultrascale.plan.time.stages import chunk_layers_of, partition_stages
+from ultrascale.plan.view.plan_view import TIMES
 from ultrascale.plan.workload import Workload
 from ultrascale.schedules.build import build_schedule
 from ultrascale.schedules.kinds.custom import to_csv
@@ -51,7 +52,7 @@ layouts = st.builds(
 def test_the_parts_of_a_step_sum_to_it_played_or_not(layout: Layout):
     workload = on("64xh100", sequences=256)
     for found in (predict(workload, layout), price(workload, LayoutTable.of([layout])).row(0)):
-        assert tuple(sorted(found.waterfall)) == tuple(sorted(PARTS))
+        assert tuple(sorted(found.waterfall)) == tuple(sorted(TIMES))
         assert sum(found.waterfall.values()) == pytest.approx(found.step_seconds, rel=1e-9)
         assert min(found.waterfall.values()) >= 0
 

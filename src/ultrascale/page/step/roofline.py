@@ -12,17 +12,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-import numpy as np
-
 from ultrascale.description.layout import NARROW
 from ultrascale.plan.constants import CONSTANTS
 from ultrascale.plan.laws.curves import BACKWARD_WORK
-from ultrascale.plan.layouts import LayoutTable
-from ultrascale.plan.time.blocks import compute_seconds, price_blocks, product_derate
-from ultrascale.plan.time.passes import pass_seconds
+from ultrascale.plan.time.blocks import compute_seconds, product_derate
 from ultrascale.plan.time.price import Prediction
-from ultrascale.plan.time.stages import partition_stages
-from ultrascale.plan.time.step_parts import KINDS, works
+from ultrascale.plan.time.step_parts import KINDS, slowest_rank, works
 from ultrascale.plan.workload import Workload
 from ultrascale.work.ops import Op, Shape
 
@@ -50,14 +45,8 @@ class OperationCost(NamedTuple):
 
 def operation_costs(prediction: Prediction) -> list[OperationCost]:
     """Operations of the slowest rank, whose step is shown, without recomputation, the longest first."""
-    workload, layout = prediction.workload, prediction.layout
-    table = LayoutTable.of([layout])
-    stages, blocks = partition_stages(workload, table, layout.layers_per_stage), price_blocks(workload, table)
-    passes = pass_seconds(
-        workload, table, blocks, CONSTANTS, layers=stages.layers, embedding=stages.has_embedding, head=stages.has_head,
-        kept=stages.kept_layers,
-    )  # fmt: skip
-    row = int(np.where(stages.exists > 0, passes.total, 0.0)[:, 0].argmax())  # the slowest rank, which determines the step
+    workload = prediction.workload
+    blocks, stages, _, row = slowest_rank(prediction)
     totals: dict[tuple[str, str], OperationCost] = {}
     for count, ops, is_head in works(workload, blocks, stages, row):
         for op in ops if count else ():

@@ -22,7 +22,7 @@ from ultrascale.plan.pipeline.pipeline_bounds import bubble_seconds
 from ultrascale.plan.pipeline.play import StageSeconds
 from ultrascale.plan.time.blocks import Blocks, price_blocks
 from ultrascale.plan.time.passes import PassSeconds, pass_seconds
-from ultrascale.plan.time.stages import Stages, chunk_layers_of, kinds_with_kept
+from ultrascale.plan.time.stages import Parts, Stages, chunk_layers_of, kinds_with_kept
 from ultrascale.plan.workload import Workload
 
 Floats = NDArray[np.float64]
@@ -34,8 +34,7 @@ def stage_seconds(workload: Workload, layout: Layout, constants: Constants = CON
     """Seconds of one micro-batch in every stage of one layout's pipeline; independent of the schedule's order of passes."""
     table = LayoutTable.of([layout if layout.known_schedule else replace(layout, schedule=Layout.schedule)])
     blocks = price_blocks(workload, table)
-    layers, embedding, head, kept = chunk_parts(workload, layout, blocks)
-    passes = pass_seconds(workload, table, blocks, constants, layers=layers, embedding=embedding, head=head, kept=kept)
+    passes = pass_seconds(workload, table, blocks, constants, chunk_parts(workload, layout, blocks))
     return seconds_of_chunks(workload, table, passes)
 
 
@@ -44,15 +43,13 @@ def rank_and_chunk_passes(
 ) -> tuple[PassSeconds, PassSeconds]:
     """Passes of one layout by sort of rank, and by pipeline stage; computed together, since calls are most of the cost."""
     blocks = price_blocks(workload, table)
-    of_ranks = (stages.layers, stages.has_embedding, stages.has_head, stages.kept_layers)
-    combined = [np.concatenate(pair) for pair in zip(of_ranks, chunk_parts(workload, layout, blocks), strict=True)]
-    layers, embedding, head, kept = combined
-    passes = pass_seconds(workload, table, blocks, constants, layers=layers, embedding=embedding, head=head, kept=kept)
+    pairs = zip(stages.parts, chunk_parts(workload, layout, blocks), strict=True)
+    passes = pass_seconds(workload, table, blocks, constants, Parts(*map(np.concatenate, pairs)))
     sorts = len(stages.layers)
     return passes.rows(slice(sorts)), passes.rows(slice(sorts, None))
 
 
-def chunk_parts(workload: Workload, layout: Layout, blocks: Blocks) -> tuple[Floats, Floats, Floats, Floats]:
+def chunk_parts(workload: Workload, layout: Layout, blocks: Blocks) -> Parts:
     """For one layout's stages: blocks of each kind [stages, kinds, 1], 1 if the embedding is there, 1 if the head is there
     [stages, 1], and the blocks that stay in bf16 in an fp8 run."""
     chunks = chunk_layers_of(workload, layout.num_stages, layout.layers_per_stage)
@@ -61,15 +58,13 @@ def chunk_parts(workload: Workload, layout: Layout, blocks: Blocks) -> tuple[Flo
 
 
 @lru_cache(maxsize=1024)
-def _parts_of(
-    chunks: tuple[int, ...], of_layer: tuple[int, ...], num_kinds: int
-) -> tuple[Floats, Floats, Floats, Floats]:  # fmt: skip
+def _parts_of(chunks: tuple[int, ...], of_layer: tuple[int, ...], num_kinds: int) -> Parts:
     of_stage = [of_layer[end - count : end] for count, end in zip(chunks, accumulate(chunks), strict=True)]
     counts = np.array([[[kinds.count(kind)] for kind in range(2 * num_kinds)] for kinds in of_stage], dtype=float)
     in_fp8, in_bf16 = counts[:, :num_kinds], counts[:, num_kinds:]
     embedding, head = np.zeros((len(chunks), 1)), np.zeros((len(chunks), 1))
     embedding[0] = head[-1] = 1
-    return in_fp8 + in_bf16, embedding, head, in_bf16
+    return Parts(in_fp8 + in_bf16, embedding, head, in_bf16)
 
 
 def seconds_of_chunks(workload: Workload, table: LayoutTable, passes: PassSeconds) -> StageSeconds:

@@ -183,10 +183,9 @@ def cache_prices(workload: Workload, shapes: list[Shape]) -> None:
 
 def price_kept_blocks(workload: Workload, blocks: Blocks) -> Floats:
     """[kinds, columns, shapes]: prices of blocks that stay in bf16 in an fp8 run."""
-    known, shapes = workload.priced_shapes, [without_fp8(shape) for shape in blocks.shapes]
-    if new := [shape for shape in dict.fromkeys(shapes) if shape not in known]:
-        known.update(zip(new, _price_shapes(workload, blocks.kinds, new), strict=True))
-    return _by_part([known[shape] for shape in shapes])[: len(blocks.kinds)]
+    shapes = [without_fp8(shape) for shape in blocks.shapes]
+    cache_prices(workload, list(dict.fromkeys(shapes)))
+    return _by_part([workload.priced_shapes[shape] for shape in shapes])[: len(blocks.kinds)]
 
 
 def _by_part(known: list[Floats]) -> Floats:
@@ -210,12 +209,10 @@ def _price_blocks_of(workload: Workload, shapes: list[Shape], layer: int) -> Par
     works = [block_work(workload.model, layer, shape) for shape in shapes]
     part = _price(workload, shapes, works)
     if workload.stack.selective == "modules":
-        recomputations = [resolved(SELECTIVE, workload.model, layer, shape) for shape in shapes]
-        runs = [
-            recomputed_ops(recomputation, ops, reruns_last=False)
-            for recomputation, ops in zip(recomputations, works, strict=True)
-        ]
-        seconds = [compute_seconds(workload, shape, run, False) for shape, run in zip(shapes, runs, strict=True)]
+        seconds = []
+        for shape, ops in zip(shapes, works, strict=True):
+            again = recomputed_ops(resolved(SELECTIVE, workload.model, layer, shape), ops, reruns_last=False)
+            seconds.append(compute_seconds(workload, shape, again, False))
         part.chosen_products = np.array([compute.product + compute.attention for compute in seconds])
         part.chosen_elementwise = np.array([compute.elementwise for compute in seconds])
     return part

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,14 +15,15 @@ from ultrascale.plan.laws.collectives import collective_seconds
 from ultrascale.plan.layouts import RECOMPUTE, LayoutTable
 from ultrascale.plan.time.blocks import Blocks, PartSeconds, price_kept_blocks, product_derate
 from ultrascale.plan.time.recompute_prices import mean_recompute_seconds
+from ultrascale.plan.time.stages import Parts
 from ultrascale.plan.workload import Workload
 from ultrascale.work.op_builders import without_fp8
 from ultrascale.work.work import input_gather
 
 Floats = NDArray[np.float64]
 COLUMNS = {column.name: number for number, column in enumerate(fields(PartSeconds))}
-FEW = 64
-"""Number of layouts up to which all sums are computed in one call, because NumPy's fixed cost per call dominates."""
+SumOf = Callable[[str], Floats]
+"""Sum of a column of `PartSeconds` over the parts that each rank holds, by the column's name."""
 
 
 @dataclass(frozen=True)
@@ -73,20 +73,12 @@ class PassSeconds:
 
 
 def pass_seconds(
-    workload: Workload,
-    table: LayoutTable,
-    blocks: Blocks,
-    constants: Constants,
-    *,
-    layers: Floats,
-    embedding: Floats,
-    head: Floats,
-    kept: Floats,
-) -> PassSeconds:
-    """Seconds of passes on ranks or chunks. `layers`: number of blocks of each kind, [rows, kinds, layouts]; `embedding` and
-    `head`: [rows, layouts]; `kept`: those of `layers` that stay in bf16 in an fp8 run.
+    workload: Workload, table: LayoutTable, blocks: Blocks, constants: Constants, parts: Parts
+) -> PassSeconds:  # fmt: skip
+    """Seconds of passes on ranks or chunks that hold these `parts`.
 
     No sum uses einsum: its order depends on the processor, and a plan in a browser would differ in the last bit."""
+    layers, embedding, head, kept = parts
     stack, some_kept = workload.stack, bool(kept.any())
     prices, in_blocks = blocks.prices, layers  # without embedding and head
     if some_kept:
@@ -94,20 +86,18 @@ def pass_seconds(
         in_blocks = np.concatenate([layers - kept, kept], axis=1)
     more = workload.model.num_nextn_predict_layers
     weights = np.concatenate([in_blocks, embedding[:, None], head[:, None] * (1 + more), head[:, None] * more], axis=1)
-    few = _all_sums(prices[:, :, blocks.shape_of], weights, in_blocks) if table.tp.size <= FEW else None
 
-    def sum_of(name: str, counts: Floats = weights) -> Floats:
-        if few is not None:
-            return few[name][counts is in_blocks]
-        by_shape = np.ascontiguousarray(prices[: counts.shape[1], COLUMNS[name]])
-        return _weighed(counts, by_shape[:, blocks.shape_of])
+    def sums(counts: Floats) -> SumOf:
+        return lambda name: _weighed(counts, np.ascontiguousarray(prices[: counts.shape[1], COLUMNS[name]])[:, blocks.shape_of])
+
+    sum_of, of_blocks = sums(weights), sums(in_blocks)
 
     derate = product_derate(workload, constants)
     recompute_share = _recomputed_share(table)
     forward = derate * (sum_of("product") + sum_of("attention")) + sum_of("elementwise")
     inputs = derate * sum_of("input_gradient") + sum_of("input_elementwise")
     weight_gradient = derate * sum_of("weight_gradient") + sum_of("weight_elementwise")
-    full, selective = _second_passes(stack, sum_of, in_blocks, derate)
+    full, selective = _second_passes(stack, of_blocks, derate)
     recompute = recompute_share * full + (table.recompute == RECOMPUTE.index("selective")) * selective
     mean = None
     if table.modes:
@@ -116,7 +106,7 @@ def pass_seconds(
                          for pair in shape_pairs], axis=-1)[:, :, blocks.shape_of]  # fmt: skip
 
     shown, tp_forward, tp_backward = _tensor_parallel(table, stack, sum_of, constants)
-    tp = tp_forward + tp_backward + recompute_share * shown * sum_of("tp_forward", in_blocks)
+    tp = tp_forward + tp_backward + recompute_share * shown * of_blocks("tp_forward")
     sums = sum_of("tp_split_sums")
     at_once = derate * sum_of("weight_gradient_in_i") + sum_of("weight_elementwise_in_i")
     split_input = at_once + sums + shown * (sum_of("tp_split_input") - sums) - tp_backward
@@ -128,10 +118,8 @@ def pass_seconds(
     an_op = (constants.compiled_host_fraction if stack.kernels.compiled else 1.0) * workload.overheads.op_seconds
     of_ops, of_collective = an_op * sum_of("num_ops"), _collective_launch(workload, table)
     ahead, back = (of_ops + of_collective * sum_of(name) for name in ("num_collectives", "num_backward_collectives"))
-    recompute_launches = an_op * sum_of("num_ops", in_blocks)
-    recompute = recompute + recompute_share * np.maximum(
-        recompute_launches - full - shown * sum_of("tp_forward", in_blocks), 0.0
-    )
+    recompute_launches = an_op * of_blocks("num_ops")
+    recompute = recompute + recompute_share * np.maximum(recompute_launches - full - shown * of_blocks("tp_forward"), 0.0)
     forward = forward + np.maximum(ahead - forward - tp_forward, 0.0)
     weight_gradient = weight_gradient + np.maximum(back - inputs - weight_gradient - tp_backward, 0.0)
 
@@ -140,7 +128,7 @@ def pass_seconds(
         table.recompute == RECOMPUTE.index("selective")
     )
     cp_forward, cp = _exposed_context_parallel(table, sum_of, attention_recompute_share, derate, constants)
-    ep = sum_of("ep_forward") + sum_of("ep_backward") + recompute_share * sum_of("ep_forward", in_blocks)
+    ep = sum_of("ep_forward") + sum_of("ep_backward") + recompute_share * of_blocks("ep_forward")
     if mean is not None:
         more = (mean[:, None] * in_blocks).sum(axis=2)
         recompute, tp, cp, ep = recompute + more[0], tp + shown * more[1], cp + more[2], ep + more[3]
@@ -151,30 +139,24 @@ def pass_seconds(
     )  # fmt: skip
 
 
-class _SumOf(Protocol):
-    """Sum of a column of `PartSeconds` over the parts that each rank holds: all of them, or only `counts` blocks."""
-
-    def __call__(self, name: str, counts: Floats = ..., /) -> Floats: ...
-
-
-def _second_passes(stack: Stack, sum_of: _SumOf, in_blocks: Floats, derate: float) -> tuple[Floats, Floats]:
+def _second_passes(stack: Stack, of_blocks: SumOf, derate: float) -> tuple[Floats, Floats]:
     """Seconds of recomputation in blocks with full and with selective recomputation, [rows, layouts]."""
-    full = derate * (sum_of("product", in_blocks) + sum_of("attention", in_blocks)) + sum_of("elementwise", in_blocks)
+    full = derate * (of_blocks("product") + of_blocks("attention")) + of_blocks("elementwise")
     if stack.stops_early:
-        full = full - derate * sum_of("last_product", in_blocks)
+        full = full - derate * of_blocks("last_product")
     if stack.selective == "modules":
-        return full, derate * sum_of("chosen_products", in_blocks) + sum_of("chosen_elementwise", in_blocks)
+        return full, derate * of_blocks("chosen_products") + of_blocks("chosen_elementwise")
     if stack.selective == "attention":
-        return full, derate * sum_of("attention", in_blocks)
-    selective = sum_of("elementwise", in_blocks)
+        return full, derate * of_blocks("attention")
+    selective = of_blocks("elementwise")
     if stack.selective.endswith("-products"):  # gate and up are 0.55 of the products of a block of Llama 70B
-        selective = selective + derate * (sum_of("product", in_blocks) + sum_of("grouped_product", in_blocks)) / 2
+        selective = selective + derate * (of_blocks("product") + of_blocks("grouped_product")) / 2
     if stack.selective == "wide-products":
-        selective = selective + derate * sum_of("attention", in_blocks)
+        selective = selective + derate * of_blocks("attention")
     return full, selective
 
 
-def _tensor_parallel(table: LayoutTable, stack: Stack, sum_of: _SumOf, constants: Constants) -> tuple[Floats, Floats, Floats]:
+def _tensor_parallel(table: LayoutTable, stack: Stack, sum_of: SumOf, constants: Constants) -> tuple[Floats, Floats, Floats]:
     """Exposed fraction of tp traffic, [layouts], and exposed seconds in a forward and in a backward pass, [rows, layouts]. In a
     backward pass the messages of a column-parallel layer overlap with its GEMMs."""
     overlaps = (table.tp_overlap > 0) | stack.overlaps_tensor_parallel
@@ -190,15 +172,6 @@ def _weighed(counts: Floats, seconds: Floats) -> Floats:
     for part in range(1, counts.shape[1]):
         total += counts[:, part] * seconds[part]
     return total
-
-
-def _all_sums(every: Floats, weights: Floats, in_blocks: Floats) -> dict[str, tuple[Floats, Floats]]:
-    """For each column of `PartSeconds`, its sum over all parts and over blocks only; each [rows, layouts]. `every`: [parts,
-    columns, layouts]."""
-    whole, blocks = (
-        (counts[:, :, None] * every[: counts.shape[1]]).sum(axis=1).swapaxes(0, 1) for counts in (weights, in_blocks)
-    )
-    return dict(zip(COLUMNS, zip(whole, blocks, strict=True), strict=True))
 
 
 def _collective_launch(workload: Workload, table: LayoutTable) -> Floats:
@@ -229,7 +202,7 @@ def _recomputed_share(table: LayoutTable) -> Floats:
 
 
 def _exposed_context_parallel(
-    table: LayoutTable, sum_of: Callable[[str], Floats], recompute_share: Floats, derate: float, constants: Constants
+    table: LayoutTable, sum_of: SumOf, recompute_share: Floats, derate: float, constants: Constants
 ) -> tuple[Floats, Floats]:
     """Exposed seconds of context parallelism: in the forward pass, and in all passes. A ring sends the next keys and values
     while attention computes; an all-to-all or all-gather is fully exposed."""

@@ -55,10 +55,8 @@ from ultrascale.work.fp8_slots import SLOT_BYTES, num_slots
 
 Floats = NDArray[np.float64]
 Counts = NDArray[np.int64]
-PARTS = (
-    "compute", "recompute", "tensor_parallel", "context_parallel", "expert_parallel", "data_parallel", "pipeline_sends",
-    "bubble", "optimizer", "offload", "rest", "data", "checkpoints",
-)  # fmt: skip
+IN_PASSES = ("compute", "recompute", "tensor_parallel", "context_parallel", "expert_parallel")
+"""Parts of a step that are those of a micro-batch's passes, times their number."""
 
 PAIRED = by_schedule(lambda schedule: schedule.pairs)
 NEWTON_SCHULZ_FLOPS = 30
@@ -71,7 +69,7 @@ MATRIX_BYTES = 2
 
 @dataclass(frozen=True)
 class PriceTable:
-    """Prices of every layout of a table: seconds of a step by part (`PARTS`), one column each; they sum to `step_seconds`."""
+    """Prices of every layout of a table: seconds of a step by part, one column each; they sum to `step_seconds`."""
 
     workload: Workload
     table: LayoutTable
@@ -142,15 +140,12 @@ def predict(workload: Workload, layout: Layout, constants: Constants = CONSTANTS
     if layout.pp > 1 and layout.schedule not in SCHEDULES:
         return _predict_file(workload, layout, constants)
     table = LayoutTable.of([layout])
-    if layout.pp == 1:
-        return replace(
-            price(workload, table, constants, layout.layers_per_stage, adds_split_traffic=False).row(0), layout=layout
-        )
     stages = partition_stages(workload, table, layout.layers_per_stage)
+    if layout.pp == 1:
+        return replace(price(workload, table, constants, stages).row(0), layout=layout)
     passes, of_chunks = rank_and_chunk_passes(workload, layout, table, stages, constants)
-    prediction = replace(
-        _priced(workload, table, stages, constants, adds_split_traffic=False, passes=passes).row(0), layout=layout
-    )
+    prices = price(workload, table, constants, stages, adds_split_traffic=False, passes=passes)
+    prediction = replace(prices.row(0), layout=layout)
     (share,) = _split_shares(table, np.array([prediction.num_micro_batches]))
     chunks = seconds_of_chunks(workload, table, of_chunks)
     return _with_simulated_pipeline(prediction, layout, chunks, share, pairs=bool(PAIRED[table.schedule[0]]))
@@ -187,10 +182,8 @@ def _predict_file(workload: Workload, layout: Layout, constants: Constants) -> P
     schedule = build_schedule(layout.schedule, layout.pp, count)
     placed = replace(layout, schedule=_placed_as(layout, schedule))
     table = LayoutTable.of([placed])
-    prediction = replace(
-        price(workload, table, constants, layout.layers_per_stage, adds_split_traffic=False).row(0), layout=layout
-    )
     stages = partition_stages(workload, table, layout.layers_per_stage)
+    prediction = replace(price(workload, table, constants, stages, adds_split_traffic=False).row(0), layout=layout)
     memory = stage_memory(workload, table, stages, schedule).row(0)
     return _with_simulated_pipeline(
         replace(prediction, memory=memory), placed, stage_seconds(workload, layout, constants), split_share_of(schedule),
@@ -241,28 +234,15 @@ def _with_simulated_pipeline(
 
 
 def price(
-    workload: Workload, table: LayoutTable, constants: Constants = CONSTANTS, layers_per_stage: tuple[int, ...] | None = None,
-    *, adds_split_traffic: bool = True,
+    workload: Workload, table: LayoutTable, constants: Constants = CONSTANTS, stages: Stages | None = None, *,
+    adds_split_traffic: bool = True, passes: PassSeconds | None = None,
 ) -> PriceTable:  # fmt: skip
     """Price every layout of `table`, which must be legal for the workload (`plan.search.space`, `config.rules.run_rules`).
 
-    `layers_per_stage`: explicit cut into stages, for a table of one layout. `adds_split_traffic`: include the additional tp
-    traffic of split backward passes.
+    `stages`, `passes`: stages of the layouts, and seconds of passes by sort of rank, if already computed. `adds_split_traffic`:
+    include the additional tp traffic of split backward passes.
     """
-    return _priced(
-        workload, table, partition_stages(workload, table, layers_per_stage), constants, adds_split_traffic=adds_split_traffic
-    )
-
-
-def _priced(
-    workload: Workload,
-    table: LayoutTable,
-    stages: Stages,
-    constants: Constants,
-    *,
-    adds_split_traffic: bool,
-    passes: PassSeconds | None = None,
-) -> PriceTable:
+    stages = stages or partition_stages(workload, table)
     seconds, waterfall = price_time(workload, table, stages, constants, adds_split_traffic=adds_split_traffic, passes=passes)
     micro_batches = workload.sequences_per_batch // (table.dp * table.micro_batch_size)
     return PriceTable(workload, table, seconds, waterfall, stage_memory(workload, table, stages), micro_batches)
@@ -273,48 +253,31 @@ def price_time(
     adds_split_traffic: bool=True,
     passes: PassSeconds | None = None,
 ) -> tuple[Floats, dict[str, Floats]]:  # fmt: skip
-    """Seconds of a step of every layout, and by part. `passes`: seconds of passes by sort of rank, if already computed."""
+    """Seconds of a step of every layout, and by part: work of the slowest rank, then its waiting (bubble and sends). Arguments
+    as of `price`."""
     micro_batches = workload.sequences_per_batch // (table.dp * table.micro_batch_size)
-    passes = passes or pass_seconds(
-        workload, table, price_blocks(workload, table), constants, layers=stages.layers, embedding=stages.has_embedding,
-        head=stages.has_head, kept=stages.kept_layers,
-    )  # fmt: skip
+    passes = passes or pass_seconds(workload, table, price_blocks(workload, table), constants, stages.parts)
     data_parallel, slowed = data_parallel_seconds(workload, table, stages, passes, micro_batches, constants)
-    waits = waiting_seconds(workload, table, stages, passes, micro_batches)
+    bubble, sends = waiting_seconds(workload, table, stages, passes, micro_batches)
     if adds_split_traffic:
         more = split_shares(table, micro_batches) * (passes.split_input + passes.split_weight)
         passes = replace(passes, tensor_parallel=passes.tensor_parallel + more)
-    return _step(workload, table, stages, passes, data_parallel, slowed, micro_batches, constants, waits)
-
-
-def _step(
-    workload: Workload, table: LayoutTable, stages: Stages, passes: PassSeconds, data_parallel: Floats, slowed: Floats,
-    micro_batches: Counts, constants: Constants, waits: tuple[Floats, Floats],
-) -> tuple[Floats, dict[str, Floats]]:  # fmt: skip
-    """Seconds of a step by part: work of the slowest rank, then its waiting (bubble and sends)."""
-    rank_seconds = micro_batches * passes.total + data_parallel + slowed
-    rank_seconds = np.where(stages.exists > 0, rank_seconds, 0.0)
-    slowest = rank_seconds.argmax(axis=0)
-
+    slowest = np.where(stages.exists > 0, micro_batches * passes.total + data_parallel + slowed, 0.0).argmax(axis=0)
     every = np.arange(len(table))
 
     def of_slowest(column: Floats) -> Floats:
         return column[slowest, every]
 
-    bubble, sends = waits
-    parts = {
-        "compute": micro_batches * of_slowest(passes.compute) + of_slowest(slowed),
-        "recompute": micro_batches * of_slowest(passes.recompute),
-        "tensor_parallel": micro_batches * of_slowest(passes.tensor_parallel),
-        "context_parallel": micro_batches * of_slowest(passes.context_parallel),
-        "expert_parallel": micro_batches * of_slowest(passes.expert_parallel),
+    parts = {name: micro_batches * of_slowest(getattr(passes, name)) for name in IN_PASSES}
+    parts["compute"] = parts["compute"] + of_slowest(slowed)
+    parts["expert_parallel"] = parts["expert_parallel"] - _hidden_by_pairs(workload, table, parts, micro_batches)
+    parts |= {
         "data_parallel": of_slowest(data_parallel),
         "pipeline_sends": sends,
         "bubble": bubble,
         "optimizer": _optimizer(workload, table, stages, constants),
         "offload": of_slowest(_exposed_offload(workload, table, passes, micro_batches)),
     }
-    parts["expert_parallel"] = parts["expert_parallel"] - _hidden_by_pairs(workload, table, parts, micro_batches)
     running = sum(parts.values())
     nodes = np.maximum(table.world_size / workload.cluster.node.num_accelerators, 1.0)
     parts["rest"] = constants.step_seconds + running * constants.straggler_per_doubling * steady(np.log2(nodes))

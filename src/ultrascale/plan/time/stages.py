@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import mul
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +29,17 @@ FIRST, MIDDLE, LAST = range(3)
 FOLDED = by_schedule(lambda schedule: schedule.placement != "around")
 """By schedule number: True if ranks do not hold every pp-th stage."""
 COPIES = by_schedule(lambda schedule: schedule.copies)
+
+
+class Parts(NamedTuple):
+    """Parts of the model that each rank, or each chunk of a pipeline, holds: columns [rows, ..., layouts]."""
+
+    layers: Floats
+    """Blocks by kind, [rows, kinds, layouts]."""
+    embedding: Floats
+    head: Floats
+    kept: Floats
+    """Part of `layers` that stays in bf16 in an fp8 run."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +64,10 @@ class Stages:
     """Number of ranks of this sort in a pipeline: 1, pp - 2, 1; with pp = 1 the first is the only rank."""
     layers_per_stage: tuple[int, ...] | None = None
     """Explicit partition, if given."""
+
+    @property
+    def parts(self) -> Parts:
+        return Parts(self.layers, self.has_embedding, self.has_head, self.kept_layers)
 
 
 def partition_stages(workload: Workload, table: LayoutTable, layers_per_stage: tuple[int, ...] | None = None) -> Stages:

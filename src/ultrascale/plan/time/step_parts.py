@@ -16,11 +16,11 @@ import numpy as np
 
 from ultrascale.description.architecture.model import Model
 from ultrascale.description.layout import Layout
-from ultrascale.plan.constants import CONSTANTS, Constants
+from ultrascale.plan.constants import CONSTANTS
 from ultrascale.plan.flops import hardware_flops
 from ultrascale.plan.layouts import LayoutTable
 from ultrascale.plan.time.blocks import Blocks, compute_seconds, price_blocks, product_derate
-from ultrascale.plan.time.passes import pass_seconds
+from ultrascale.plan.time.passes import PassSeconds, pass_seconds
 from ultrascale.plan.time.price import Prediction
 from ultrascale.plan.time.stages import Stages, partition_stages
 from ultrascale.plan.workload import Workload
@@ -48,15 +48,8 @@ def step_parts(prediction: Prediction) -> dict[str, float]:
     `launch gaps` is the time that the device waits for Python's launches. The slowdown of compute by traffic is spread over the
     kinds.
     """
-    workload, layout = prediction.workload, prediction.layout
-    table = LayoutTable.of([layout])
-    stages, blocks = partition_stages(workload, table, layout.layers_per_stage), price_blocks(workload, table)
-    passes = pass_seconds(
-        workload, table, blocks, CONSTANTS, layers=stages.layers, embedding=stages.has_embedding, head=stages.has_head,
-        kept=stages.kept_layers,
-    )  # fmt: skip
-    row = int(np.where(stages.exists > 0, passes.total, 0.0)[:, 0].argmax())  # the slowest rank, whose step it is
-    kinds = kind_seconds(workload, blocks, stages, row, CONSTANTS)
+    blocks, stages, passes, row = slowest_rank(prediction)
+    kinds = kind_seconds(prediction.workload, blocks, stages, row)
     alone = float(passes.compute[row, 0])
     compute = prediction.waterfall["compute"]
     gaps = max(0.0, alone - sum(kinds.values())) * compute / alone
@@ -65,10 +58,19 @@ def step_parts(prediction: Prediction) -> dict[str, float]:
     return parts | {name: sum(prediction.waterfall[part] for part in members) for name, members in _PARTS.items()}
 
 
-def kind_seconds(workload: Workload, blocks: Blocks, stages: Stages, row: int, constants: Constants) -> dict[str, float]:
+def slowest_rank(prediction: Prediction) -> tuple[Blocks, Stages, PassSeconds, int]:
+    """Prices, stages and passes of a prediction's layout by sort of rank, and the slowest sort, whose step it is."""
+    workload, layout = prediction.workload, prediction.layout
+    table = LayoutTable.of([layout])
+    stages, blocks = partition_stages(workload, table, layout.layers_per_stage), price_blocks(workload, table)
+    passes = pass_seconds(workload, table, blocks, CONSTANTS, stages.parts)
+    return blocks, stages, passes, int(np.where(stages.exists > 0, passes.total, 0.0)[:, 0].argmax())
+
+
+def kind_seconds(workload: Workload, blocks: Blocks, stages: Stages, row: int) -> dict[str, float]:
     """Seconds of a micro-batch by kind of compute, forward and backward, on a rank of sort `row`, for a table of one layout."""
     shape = blocks.shapes[0]
-    derate = product_derate(workload, constants)
+    derate = product_derate(workload, CONSTANTS)
     seconds = {}
     for name, only in KINDS.items():
         seconds[name] = 0.0
