@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, get_type_hints
 
 from ultrascale.catalogue.models.model_presets import PRESETS, preset
 from ultrascale.config.layers import Entry, SettingsLayer, read_files, read_flags, read_text
@@ -25,26 +25,20 @@ from ultrascale.config.rules.run_rules import run_problems
 from ultrascale.config.schema import INVALID, ValueContext, convert, leaves
 from ultrascale.description.architecture.families import FAMILIES
 from ultrascale.description.architecture.model import Model, RopeScaling
-from ultrascale.description.layout import Layout
 from ultrascale.description.problems import Problem, SpecError
-from ultrascale.description.run import Batch, Checkpoint, Data, Evaluation, Faults, Log, LossScale, Optimizer, RampStage, Run
-from ultrascale.description.sections.islands import Islands, Outer
-from ultrascale.description.sections.launch import Kubernetes, Launch, SkyPilot, Slurm
-from ultrascale.description.sections.trackers import Mlflow, Tensorboard, Trackio, Wandb, sinks_named
+from ultrascale.description.run import RampStage, Run
+from ultrascale.description.sections.launch import Launch
+from ultrascale.description.sections.trackers import sinks_named
 from ultrascale.description.units import UnitError, parse_tokens
 
+Section = TypeVar("Section")
 __all__ = ["Resolved", "resolve", "run_from_toml", "sequences_for_tokens", "to_toml"]
 
-_SECTIONS = {
-    "layout": Layout, "batch": Batch, "data": Data, "optimizer": Optimizer, "loss_scale": LossScale, "checkpoint": Checkpoint,
-    "evaluation": Evaluation, "faults": Faults,
-}  # fmt: skip
-_TRACKERS = {"wandb": Wandb, "mlflow": Mlflow, "trackio": Trackio, "tensorboard": Tensorboard}
-# A batch of "4M" tokens may be rounded by up to this fraction to a size that divides over the ranks.
 OF_CONFIG = "config.json of "
 """Beginning of the origin of a value that a model's folder gives."""
 _WRITE_TOKENS = "Write 4M, 4Mi or 4194304."
 _BATCH_TOLERANCE = 0.1
+"""Largest fraction by which a batch of "4M" tokens is rounded to a size that divides over the ranks."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +126,11 @@ def _resolve(
     _batch_from_tokens(entries, values, provenance, bad, problems)
     if "log.sinks" not in entries and (sinks := sinks_named([*entries, *(key for layer in layers for key in layer.tables)])):
         values["log.sinks"], provenance["log.sinks"] = sinks, f"derived from [log.{sinks[0]}]"
-    run, launch = _build(values, bad, problems, entries), _build_launch(values, bad)
+    good = {
+        key: value for key, value in values.items() if key not in bad
+    }  # the others have their defaults, and no rule checks them
+    run = _built(Run, good | {"model": _build_model(good, bad, problems, entries)})
+    launch = _built(Launch, good, "launch.")
     rule_problems = _section_problems(run, bad)
     bad |= {problem.key for problem in rule_problems}
     rule_problems += [*run_problems(run, require_data=require_data, unreadable_keys=frozenset(bad)), *launch.problems()]
@@ -184,7 +182,12 @@ def _entries_of_model(key: str, entry: Entry, problems: list[Problem]) -> dict[s
     if value is INVALID:
         return unknown
     try:
-        model = preset(value) if key == "model.preset" else _from_folder(value)
+        if key == "model.preset":
+            model = preset(value)
+        else:
+            from ultrascale.description.architecture.huggingface import from_hf  # here: most runs start from a preset
+
+            model = from_hf(value)
     except SpecError as error:
         problems += [replace(p, where=p.where or entry.origin) for p in error.problems]
         return unknown
@@ -193,12 +196,6 @@ def _entries_of_model(key: str, entry: Entry, problems: list[Problem]) -> dict[s
     scaling = fields.pop("rope_scaling") or {}
     entries = {f"model.{name}": Entry(field, origin) for name, field in fields.items()}
     return entries | {f"model.rope_scaling.{name}": Entry(field, origin) for name, field in scaling.items()}
-
-
-def _from_folder(path: str) -> Model:
-    from ultrascale.description.architecture.huggingface import from_hf  # imported here, because most runs start from a preset
-
-    return from_hf(path)
 
 
 def _with_derived_fields(entries: dict[str, Entry]) -> dict[str, Entry]:
@@ -326,23 +323,15 @@ def _batch_from_tokens(
     values["batch.ramp"] = tuple(stages)
 
 
-def _build(values: dict[str, Any], bad: set[str], problems: list[Problem], entries: dict[str, Entry]) -> Run:
-    """The run of these values; bad or missing ones take their defaults, and are in `bad` so that no rule checks them."""
-    good = {key: value for key, value in values.items() if key not in bad}
-    sections = {name: cls(**_fields_of(good, name)) for name, cls in _SECTIONS.items()}
-    trackers = {name: cls(**_fields_of(good, f"log.{name}")) for name, cls in _TRACKERS.items()}
-    sections["log"] = Log(**_fields_of(good, "log"), **trackers)
-    sections["islands"] = Islands(**_fields_of(good, "islands"), outer=Outer(**_fields_of(good, "islands.outer")))
-    scalars = {key: value for key, value in good.items() if "." not in key}
-    return Run(model=_build_model(good, bad, problems, entries), **scalars, **sections)
-
-
-def _build_launch(values: dict[str, Any], bad: set[str]) -> Launch:
-    good = {key: value for key, value in values.items() if key not in bad}
-    parts = {"slurm": Slurm, "kubernetes": Kubernetes, "skypilot": SkyPilot}
-    return Launch(
-        **_fields_of(good, "launch"), **{name: kind(**_fields_of(good, f"launch.{name}")) for name, kind in parts.items()}
-    )
+def _built(kind: type[Section], values: Mapping[str, Any], prefix: str = "") -> Section:
+    """A section, and the sections inside it, of `values` by dotted key; what is missing has its default."""
+    hints, given = get_type_hints(kind), {}
+    for name, hint in hints.items():
+        if prefix + name in values:
+            given[name] = values[prefix + name]
+        elif is_dataclass(hint):
+            given[name] = _built(hint, values, f"{prefix}{name}.")  # type: ignore[arg-type]
+    return kind(**given)
 
 
 def _build_model(good: dict[str, Any], bad: set[str], problems: list[Problem], entries: dict[str, Entry]) -> Model:
@@ -353,7 +342,6 @@ def _build_model(good: dict[str, Any], bad: set[str], problems: list[Problem], e
         bad.add("model")
     if "model" in bad:
         return placeholder
-    scaling = _fields_of(good, "model.rope_scaling")
     required_keys = [key for key, leaf in leaves().items() if key.startswith("model.") and leaf.default is MISSING]
     derived = [] if "model.num_attention_heads" in entries else ["model.num_key_value_heads", "model.head_dim"]
     for key in required_keys:
@@ -364,13 +352,9 @@ def _build_model(good: dict[str, Any], bad: set[str], problems: list[Problem], e
     if any(key.startswith("model.") for key in bad):
         bad.add("model")
         return placeholder
-    return Model(**_fields_of(good, "model"), rope_scaling=RopeScaling(**scaling) if scaling else None)
-
-
-def _fields_of(values: dict[str, Any], section: str) -> dict[str, Any]:
-    """Values directly in a section, by field name."""
-    split = ((key.rpartition("."), value) for key, value in values.items())
-    return {name: value for (place, _, name), value in split if place == section}
+    if any(key.startswith("model.rope_scaling.") for key in good):
+        good = good | {"model.rope_scaling": _built(RopeScaling, good, "model.rope_scaling.")}
+    return _built(Model, good, "model.")
 
 
 def _section_problems(run: Run, bad: set[str]) -> list[Problem]:

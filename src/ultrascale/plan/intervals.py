@@ -70,7 +70,8 @@ a percent (docs/validation.md)."""
 def out_of_memory_risk(needed_bytes: float, capacity_bytes: float, *, is_replayed: bool = False) -> float:
     """Probability, rounded to 1e-6, that a run fails out of memory. `is_replayed`: all of its tensors are replayed (our
     trainer)."""
-    if needed_bytes <= 0:
+    share = needed_bytes / capacity_bytes
+    if share <= 0:  # nothing is needed, or memory is unlimited
         return 0.0
     full, spread = (FULL_REPLAYED, SPREAD_REPLAYED) if is_replayed else (FULL, SPREAD)
-    return round(0.5 * erfc(-log(needed_bytes / capacity_bytes / full) / spread / sqrt(2)), 6)
+    return round(0.5 * erfc(-log(share / full) / spread / sqrt(2)), 6)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -22,11 +22,20 @@ _IS_NARROW = np.array([name in NARROW for name in PRECISIONS])
 _NARROW_BYTES = np.array([NARROW.get(name, 0.0) for name in PRECISIONS])
 FP8_SCALINGS = ("row", "tensor", "delayed")
 SCHEDULE_NAMES = tuple(SCHEDULES)
+CHOICES: dict[str, tuple[str, ...]] = {
+    "recompute": RECOMPUTE, "precision": PRECISIONS, "fp8_scaling": FP8_SCALINGS, "cp_method": CP_METHODS,
+    "schedule": SCHEDULE_NAMES,
+}  # fmt: skip
+"""Columns of indices, and the values that they index."""
+FLAGS = (
+    "fp8_all_gather", "sequence_parallel", "tp_overlap", "partition_checkpoints", "offload_activations", "offload_optimizer",
+)  # fmt: skip
+"""Columns of 0 and 1."""
 
 
 @dataclass(frozen=True)
 class LayoutTable:
-    """Layouts as columns of equal length. Choices are indices into `RECOMPUTE`, `CP_METHODS`, `SCHEDULE_NAMES` and others."""
+    """Layouts as columns of equal length. Choices are indices into the values of `CHOICES`."""
 
     dp: Column
     zero_stage: Column
@@ -133,26 +142,16 @@ class LayoutTable:
     def layout(self, index: int) -> Layout:
         """Row `index` as a layout."""
         row: dict[str, Any] = {name: int(getattr(self, name)[index]) for name in COLUMNS}
+        row |= {name: values[row[name]] for name, values in CHOICES.items()} | {name: bool(row[name]) for name in FLAGS}
+        if row["dp_shard"] == (1 if row["zero_stage"] == 0 else row["dp"]):
+            row["dp_shard"] = None
+        if self.modes:
+            alike = len(self.modes) == 1
+            row |= {"recompute": self.modes[0]} if alike else {"recompute_blocks": blocks_text(self.modes)}
         reduce_itemsize = row.pop("reduce_itemsize")
-        whole = row["dp_shard"] == (1 if row["zero_stage"] == 0 else row["dp"])
-        row |= {
-            "dp_shard": None if whole else row["dp_shard"],
-            "recompute": self.modes[0] if len(self.modes) == 1 else RECOMPUTE[row["recompute"]],
-            "recompute_blocks": blocks_text(self.modes) if len(self.modes) > 1 else (),
-            "precision": PRECISIONS[row["precision"]],
-            "fp8_scaling": FP8_SCALINGS[row["fp8_scaling"]],
-            "fp8_all_gather": bool(row["fp8_all_gather"]),
-            "cp_method": CP_METHODS[row["cp_method"]],
-            "schedule": SCHEDULE_NAMES[row["schedule"]],
-            "sequence_parallel": bool(row["sequence_parallel"]),
-            "tp_overlap": bool(row["tp_overlap"]),
-            "partition_checkpoints": bool(row["partition_checkpoints"]),
-            "offload_activations": bool(row["offload_activations"]),
-            "offload_optimizer": bool(row["offload_optimizer"]),
-        }
         layout = Layout(**row)
         narrow = layout.master_dtype == "fp32" and reduce_itemsize == 2
-        return Layout(**row, reduce_dtype="bf16") if narrow else layout
+        return replace(layout, reduce_dtype="bf16") if narrow else layout
 
 
 def by_schedule(fact: Callable[[KnownSchedule], Any]) -> NDArray[Any]:
@@ -179,14 +178,11 @@ def _row(layout: Layout) -> list[int]:
     if schedule not in SCHEDULES:
         rule = f"is {schedule!r}, and a table of layouts has schedules known by name alone"
         raise mistake("layout.schedule", rule, f"Take {', '.join(SCHEDULES)}.")
-    return [
-        layout.dp, layout.zero_stage, layout.shard_size, layout.micro_batch_size,
-        RECOMPUTE.index(layout.recompute if layout.recompute in RECOMPUTE else "blocks"),
-        layout.recompute_every, PRECISIONS.index(layout.precision), FP8_SCALINGS.index(layout.fp8_scaling),
-        layout.fp8_amax_history_len, layout.fp8_keep_blocks, int(layout.fp8_all_gather),
-        {"fp64": 8, "fp32": 4}.get(layout.gradient_reduce_dtype, 2),
-        layout.layers_per_bucket, layout.tp, int(layout.sequence_parallel),
-        int(layout.tp_overlap and layout.tp > 1), layout.cp, CP_METHODS.index(layout.cp_method), layout.cp_heads, layout.pp,
-        layout.virtual_stages, SCHEDULE_NAMES.index(schedule), layout.ep, layout.expert_tp,
-        int(layout.partition_checkpoints), layout.mlp_chunks, int(layout.offload_activations), int(layout.offload_optimizer),
-    ]  # fmt: skip
+    values = vars(layout) | {
+        "dp_shard": layout.shard_size,
+        "recompute": layout.recompute if layout.recompute in RECOMPUTE else "blocks",
+        "reduce_itemsize": {"fp64": 8, "fp32": 4}.get(layout.gradient_reduce_dtype, 2),
+        "tp_overlap": layout.tp_overlap and layout.tp > 1,
+        "schedule": schedule,
+    }
+    return [CHOICES[name].index(values[name]) if name in CHOICES else int(values[name]) for name in COLUMNS]

@@ -52,7 +52,7 @@ def first_with_headroom(result: SearchResult, chosen: RunPlan) -> str:
     best = result.best
     if best is None or not 0 <= chosen.headroom_bytes < TIGHT_BYTES:
         return ""
-    ranked = distinct(result.fully_replayed)
+    ranked = distinct(result.replayed(None).ranked)
     for number, prediction in enumerate(ranked, start=1):
         headroom = float(prediction.memory.headroom)
         if headroom >= TIGHT_BYTES:

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from ultrascale.catalogue.cluster import Cluster
 
 SECONDS_PER_HOUR = 3600
+ENERGY = {1e6: " GWh", 1e3: " MWh", 1.0: " kWh"}
+MONEY = {1e9: "B", 1e6: "M", 1e3: "k", 1.0: ""}
+"""Units by their size in kWh, and in dollars."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +30,8 @@ class Cost:
     @property
     def words(self) -> str:
         """`, 1.2 GWh, $3.4M at list price`."""
-        energy = "" if self.kilowatt_hours is None else f", {_energy(self.kilowatt_hours)}"
-        return energy + ("" if self.dollars is None else f", {_dollars(self.dollars)} at list price")
+        energy = "" if self.kilowatt_hours is None else f", {_in_units(self.kilowatt_hours, ENERGY)}"
+        return energy + ("" if self.dollars is None else f", ${_in_units(self.dollars, MONEY)} at list price")
 
 
 def cost(cluster: Cluster, seconds: float, *, num_gpus: int) -> Cost:
@@ -43,15 +46,7 @@ def cost(cluster: Cluster, seconds: float, *, num_gpus: int) -> Cost:
     )
 
 
-def _energy(kilowatt_hours: float) -> str:
-    for size, unit in ((1e6, "GWh"), (1e3, "MWh")):
-        if kilowatt_hours >= size:
-            return f"{kilowatt_hours / size:.3g} {unit}"
-    return f"{kilowatt_hours:.3g} kWh"
-
-
-def _dollars(amount: float) -> str:
-    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if amount >= size:
-            return f"${amount / size:.3g}{unit}"
-    return f"${amount:.3g}"
+def _in_units(amount: float, units: dict[float, str]) -> str:
+    """`amount` in the largest of `units` that it reaches, which are in descending order, or else in the last."""
+    size = next((size for size in units if amount >= size), min(units))
+    return f"{amount / size:.3g}{units[size]}"

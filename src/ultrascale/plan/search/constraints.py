@@ -22,8 +22,8 @@ from ultrascale.description.problems import Problem
 from ultrascale.description.recomputed import is_modules, modules_name, modules_named
 from ultrascale.description.schedules import SCHEDULES, schedule_for
 from ultrascale.description.units import count_of, divisors
-from ultrascale.plan.layouts import CP_METHODS, RECOMPUTE, SCHEDULE_NAMES, LayoutTable
-from ultrascale.plan.search.space import Constraints, Space, modules_of_constraints
+from ultrascale.plan.layouts import CHOICES, RECOMPUTE, LayoutTable
+from ultrascale.plan.search.space import Constraints, Space, modules_of_constraints, nearest_batches
 from ultrascale.plan.workload import Workload
 from ultrascale.schedules.build import is_file
 
@@ -90,7 +90,7 @@ def _appears(table: LayoutTable, name: str, value: Any) -> bool:
         return table.modes == (modules_name(modules_named(value)),)
     if name == "dp_shard":
         return bool(((table.dp_shard == (table.dp if value is None else value)) & _in_use(table, name)).any())
-    choices = {"recompute": RECOMPUTE, "cp_method": CP_METHODS, "schedule": SCHEDULE_NAMES}.get(name)
+    choices = CHOICES.get(name)
     number = choices.index(value) if choices and value in choices else -1 if choices else int(value)
     return bool(((getattr(table, name) == number) & (_in_use(table, name) | (number == 1 and choices is None))).any())
 
@@ -105,10 +105,7 @@ def _in_use(table: LayoutTable, name: str) -> NDArray[np.bool_]:
 
 
 def _reason(question: _Question) -> Reason | None:
-    for judge in _JUDGES:
-        if reason := judge(question):
-            return reason
-    return None
+    return next((reason for judge in _JUDGES if (reason := judge(question))), None)
 
 
 def _of_axis(question: _Question) -> Reason | None:
@@ -213,11 +210,7 @@ def _of_batch(question: _Question) -> Reason | None:
     """Reason if the batch does not divide."""
     name, value, batch = question.name, question.value, question.workload.sequences_per_batch
     if name == "dp" and batch % value:
-        nearest_batches = [n for n in (batch - batch % value, batch - batch % value + value) if n]
-        return (
-            f"dp = {value} does not divide the batch of {count_of(batch, 'sequence')}",
-            f"Nearest batches: {' or '.join(map(str, nearest_batches))} sequences.",
-        )
+        return f"dp = {value} does not divide the batch of {count_of(batch, 'sequence')}", nearest_batches(batch, value)
     if name != "micro_batch_size":
         return None
     if value > batch:
@@ -240,12 +233,12 @@ def _of_pipeline(question: _Question) -> Reason | None:
         return rule, f"Use --schedule {schedule_for(2)}."
     pp = min(question.constraints.get("pp", (2,)))
     most = layers + EMBEDDING_AND_HEAD
-    if pp * value > most:
-        return (
-            f"pp {pp} x {value} = {pp * value} stages are more than the {count_of(layers, 'layer')}",
-            f"Use {most // pp} or less.",
-        )
-    return None
+    if pp * value <= most:
+        return None
+    return (
+        f"pp {pp} x {value} = {pp * value} stages are more than the {count_of(layers, 'layer')}",
+        f"Use {most // pp} or less.",
+    )
 
 
 def _of_shard(question: _Question) -> Reason | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
@@ -196,8 +197,6 @@ def marginals(result: SearchResult) -> list[Marginal]:
         changed = replace(workload, cluster=change(workload.cluster))
         seconds = _fastest(changed, pool, current, constants)
         gains.append(Marginal(name, seconds, base / seconds - 1))
-    unlimited = _fastest(workload, pool, current, CONSTANTS, unlimited=True)
-    gains.append(Marginal(UNLIMITED, unlimited, base / unlimited - 1))
     return sorted(gains, key=lambda marginal: -marginal.gain)
 
 
@@ -231,19 +230,19 @@ def _pool(priced: PricedLayouts, capacity_bytes: float, most: int = POOL) -> Lay
     return priced.table.take(np.unique(np.concatenate(rows)))
 
 
-def _fastest(workload: Workload, pool: LayoutTable, current: Layout, constants: Constants, *, unlimited: bool = False) -> float:
-    """Seconds of the fastest step that fits (any step if `unlimited`), among `pool` and the `current` layout."""
+def _fastest(workload: Workload, pool: LayoutTable, current: Layout, constants: Constants) -> float:
+    """Seconds of the fastest step that fits, among `pool` and the `current` layout."""
     prices = price(workload, pool, constants)
-    seconds = prices.step_seconds if unlimited else expected_columns(workload, prices.step_seconds, prices.memory.needed)
-    rows = fastest_of_each_schedule(pool, seconds, prices.fits | np.full(len(pool), unlimited), PLAYED)
+    seconds = expected_columns(workload, prices.step_seconds, prices.memory.needed)
+    rows = fastest_of_each_schedule(pool, seconds, prices.fits, PLAYED)
     layouts = [current, *(pool.layout(int(row)) for row in rows)]
     predictions = [predict(workload, layout, constants) for layout in layouts]
-    return min(predictions, key=lambda each: each.step_seconds if unlimited else expected_seconds(each)).step_seconds
+    return min(predictions, key=expected_seconds).step_seconds
 
 
-def _with_memory(cluster: Cluster) -> Cluster:
+def _with_memory(cluster: Cluster, more_bytes: float) -> Cluster:
     accelerator = cluster.accelerator
-    more = replace(accelerator.memory_bytes, value=accelerator.memory_bytes.value + MORE_MEMORY_BYTES)
+    more = replace(accelerator.memory_bytes, value=accelerator.memory_bytes.value + more_bytes)
     return replace(cluster, node=replace(cluster.node, accelerator=replace(accelerator, memory_bytes=more)))
 
 
@@ -264,7 +263,7 @@ def _faster(link: Link | None) -> Link | None:
 
 
 _BETTER: tuple[tuple[str, Callable[[Cluster], Cluster], Constants], ...] = (
-    ("10 GB more memory", _with_memory, CONSTANTS),
+    ("10 GB more memory", partial(_with_memory, more_bytes=MORE_MEMORY_BYTES), CONSTANTS),
     ("network between nodes 20% faster", partial(_with_links, name="inter_link"), CONSTANTS),
     ("links inside the node 20% faster", partial(_with_links, name="intra_link"), CONSTANTS),
     (
@@ -272,4 +271,5 @@ _BETTER: tuple[tuple[str, Callable[[Cluster], Cluster], Constants], ...] = (
         lambda cluster: cluster,
         replace(CONSTANTS, compute_derate=CONSTANTS.compute_derate / FASTER),
     ),
+    (UNLIMITED, partial(_with_memory, more_bytes=inf), CONSTANTS),
 )

@@ -132,14 +132,15 @@ class SearchResult:
         return tuple(pareto({prediction.layout: prediction for prediction in (*fitting, *self.ranked)}.values()))
 
     @cached_property
-    def fully_replayed(self) -> tuple[Prediction, ...]:
-        """The ranking, with the `REPLAYED` best replayed if fewer were."""
-        return tuple(_first_replayed(self.ranked, REPLAYED))
-
-    @cached_property
     def fully_priced(self) -> PricedLayouts:
-        """The layouts with prices of dropped ones too, to estimate the value of more memory."""
-        return _fully_priced(self.workload, self.priced)
+        """The layouts with prices of dropped ones too, except those whose state alone exceeds the device, to estimate the value
+        of more memory."""
+        copies = {name: column.copy() for name, column in vars(self.priced).items() if isinstance(column, np.ndarray)}
+        completed, rows = replace(self.priced, **copies), np.flatnonzero(self.priced.unfit | self.priced.too_slow)
+        completed.unfit[rows] = completed.too_slow[rows] = False
+        for start in range(0, len(rows), CHUNK):
+            _price_rows(self.workload, completed, rows[start : start + CHUNK])
+        return completed
 
 
 def search(
@@ -147,16 +148,14 @@ def search(
     *,
     base: Layout | None = None,
     constraints: Constraints | None = None,
-    exact: int = EXACT,
-    prunes: bool = True,
     shown: int | None = None,
     on_progress: Progress | None = None,
 ) -> SearchResult:
     """Rank all legal layouts of the workload's cluster.
 
     `base` gives the fields of a layout that are not searched, `constraints` holds searched fields to given values. The best
-    `exact` layouts of each schedule are predicted one by one. `prunes` False prices every layout. The first `shown` layouts of
-    the ranking are replayed (default: `REPLAYED`). `on_progress` is called now and then with the fraction that is done.
+    `EXACT` layouts of each schedule are predicted one by one. The first `shown` layouts of the ranking are replayed (default:
+    `REPLAYED`). `on_progress` is called now and then with the fraction that is done.
     Raises SpecError if no layout is legal, or if a requested value is in none.
     """
     started = time.perf_counter()
@@ -165,15 +164,10 @@ def search(
         raise SpecError(problems)
     if not len(space.table):
         raise SpecError([_nothing_legal(workload, space)])
-    priced = price_all(workload, space, num_ranked=NUM_RANKED, prunes=prunes, on_progress=on_progress)
-    if not priced.fits.any():
-        priced = _across_nodes(workload, base, constraints or {}) or priced
-    space = priced.space
-    expected = expected_columns(workload, priced.step_seconds, priced.peak_bytes)
-    ranked = _predict_all(workload, priced, fastest_of_each_schedule(space.table, expected, priced.fits, exact))
+    priced, ranked = _ranked(workload, space, base, constraints or {}, on_progress)
     ranked = _first_replayed(ranked, shown or REPLAYED)
     least = int(np.argmin(np.where(priced.was_priced, priced.peak_bytes, np.inf)))
-    smallest = price(workload, space.table.take([least])).row(0)
+    smallest = price(workload, priced.table.take([least])).row(0)
     if not ranked:
         smallest = with_replay(smallest)  # then it is what is printed
     if not ranked and smallest.memory.fits:
@@ -187,13 +181,21 @@ def fastest(workload: Workload, *, base: Layout | None = None, constraints: Cons
     space = legal_layouts(workload, base=base, constraints=constraints)
     if not len(space.table):
         return None
-    priced = price_all(workload, space, num_ranked=NUM_RANKED)
+    _, ranked = _ranked(workload, space, base, constraints or {})
+    return next(iter(_first_replayed(ranked, 1)), None)
+
+
+def _ranked(
+    workload: Workload, space: Space, base: Layout | None, constraints: Constraints, on_progress: Progress | None = None
+) -> tuple[PricedLayouts, list[Prediction]]:
+    """Prices of `space`, or with tensor parallelism across nodes if nothing fits otherwise; and predictions of the best
+    `EXACT` layouts of each schedule, by ascending expected time, without those that turn out not to fit."""
+    priced = price_all(workload, space, on_progress=on_progress)
     if not priced.fits.any():
-        priced = _across_nodes(workload, base, constraints or {}) or priced
-        space = priced.space
+        priced = _across_nodes(workload, base, constraints) or priced
     expected = expected_columns(workload, priced.step_seconds, priced.peak_bytes)
-    rows = fastest_of_each_schedule(space.table, expected, priced.fits, EXACT)
-    return next(iter(_first_replayed(_predict_all(workload, priced, rows), 1)), None)
+    rows = fastest_of_each_schedule(priced.table, expected, priced.fits, EXACT)
+    return priced, _fitting(predict_rows(workload, priced.table.take(rows)))
 
 
 def _across_nodes(workload: Workload, base: Layout | None, constraints: Constraints) -> PricedLayouts | None:
@@ -205,12 +207,13 @@ def _across_nodes(workload: Workload, base: Layout | None, constraints: Constrai
     space = legal_layouts(
         workload, base=base, constraints={**constraints, "tp": divisors(gpus)[: divisors(gpus).index(wider[-1]) + 1]}
     )
-    priced = price_all(workload, space, num_ranked=NUM_RANKED) if len(space.table) else None
+    priced = price_all(workload, space) if len(space.table) else None
     return priced if priced is not None and priced.fits.any() else None
 
 
 def price_all(
-    workload: Workload, space: Space, *, num_ranked: int, prunes: bool = True, on_progress: Progress | None = None
+    workload: Workload, space: Space, *, num_ranked: int = NUM_RANKED, prunes: bool = True,
+    on_progress: Progress | None = None,
 ) -> PricedLayouts:  # fmt: skip
     """Bound or price every layout of `space`. Exact for the `num_ranked` fastest that fit, the Pareto front of time and memory
     and, if nothing fits, the layout that needs least. `on_progress` is called with the fraction that is done."""
@@ -278,16 +281,6 @@ def price_least(workload: Workload, priced: PricedLayouts, rows: NDArray[np.bool
         least = min(least, float(priced.peak_bytes[chunk].min()))
 
 
-def _fully_priced(workload: Workload, priced: PricedLayouts) -> PricedLayouts:
-    """`priced` with prices of all dropped layouts except those whose state alone exceeds the device."""
-    copies = {name: column.copy() for name, column in vars(priced).items() if isinstance(column, np.ndarray)}
-    completed, rows = replace(priced, **copies), np.flatnonzero(priced.unfit | priced.too_slow)
-    completed.unfit[rows] = completed.too_slow[rows] = False
-    for start in range(0, len(rows), CHUNK):
-        _price_rows(workload, completed, rows[start : start + CHUNK])
-    return completed
-
-
 def _in_chunks(table: LayoutTable, rows: NDArray[np.intp], bound: Callable[[LayoutTable], Floats]) -> Floats:
     """`bound` of these rows of `table`, `CHUNK` at a time."""
     chunks = [bound(table.take(rows[start : start + CHUNK])) for start in range(0, len(rows), CHUNK)]
@@ -333,12 +326,6 @@ def _cannot_matter(
     return enough[kinds[rows]] & (priced.peak_bytes[rows] >= least)
 
 
-def _fastest(priced: PricedLayouts, count: int) -> NDArray[np.intp]:
-    """Indices of the fastest rows that fit."""
-    fitting = np.flatnonzero(priced.fits)
-    return fitting[np.argsort(priced.step_seconds[fitting], kind="stable")][:count]
-
-
 def fastest_of_each_schedule(table: LayoutTable, seconds: Floats, fits: NDArray[np.bool_], count: int) -> NDArray[np.intp]:
     """Indices of the rows that fit with the least `seconds`, `count` of each of `_kinds`."""
     fitting = np.flatnonzero(fits)
@@ -356,17 +343,15 @@ def _kinds(table: LayoutTable) -> NDArray[np.intp]:
 
 def _front(priced: PricedLayouts) -> list[int]:
     """Indices of the rows on the Pareto front of time and memory, among those that fit."""
-    order = _fastest(priced, len(priced.fits))
-    if not len(order):
-        return []
+    fitting = np.flatnonzero(priced.fits)
+    order = fitting[np.argsort(priced.step_seconds[fitting], kind="stable")]
     peak = priced.peak_bytes[order]
-    before = np.concatenate([[np.inf], np.minimum.accumulate(peak)[:-1]])
+    before = np.minimum.accumulate(np.append(np.inf, peak))[:-1]
     return order[peak < before].tolist()
 
 
-def _predict_all(workload: Workload, priced: PricedLayouts, rows: Sequence[int] | NDArray[np.intp]) -> list[Prediction]:
-    """Predictions of these rows, sorted by expected time; those that turn out not to fit are left out."""
-    predictions = predict_rows(workload, priced.table.take(rows))
+def _fitting(predictions: Iterable[Prediction]) -> list[Prediction]:
+    """Those that fit, by ascending expected time."""
     return sorted((prediction for prediction in predictions if prediction.memory.fits), key=expected_seconds)
 
 
@@ -402,9 +387,8 @@ def _first_replayed(ranked: Sequence[Prediction], count: int) -> list[Prediction
         prediction for prediction in _among_first(distinct(predictions)[:REPLAYED], count) if id(prediction) not in replayed
     ]:
         replays = {id(prediction): with_replay(prediction) for prediction in waiting}
-        predictions = [replays.get(id(prediction), prediction) for prediction in predictions]
+        predictions = _fitting(replays.get(id(prediction), prediction) for prediction in predictions)
         replayed |= {id(prediction) for prediction in replays.values()}
-        predictions = sorted((prediction for prediction in predictions if prediction.memory.fits), key=expected_seconds)
     return predictions
 
 
@@ -441,11 +425,8 @@ def _nothing_legal(workload: Workload, space: Space) -> Problem:
     """Problem that says why there is no legal layout."""
     gpus = workload.cluster.num_accelerators
     many = [refusal for refusal in space.refused if refusal.family == MANY_MICRO_BATCHES]  # all else of these was legal
-    refusals = many or [refusal for refusal in space.refused if refusal.remedy] or list(space.refused)
+    refusals = many or [refusal for refusal in space.refused if refusal.remedy] or space.refused
     reason = f": {refusals[0].family} {refusals[0].reason}" if refusals else ""
-    remedy = (
-        refusals[0].remedy
-        if refusals and refusals[0].remedy
-        else "Free one of the settings, or change the number of GPUs or the batch."
-    )
+    remedy = refusals[0].remedy if refusals else ""
+    remedy = remedy or "Free one of the settings, or change the number of GPUs or the batch."
     return Problem("layout", f"no layout of {count_of(gpus, 'GPU')} is legal{reason}", remedy)

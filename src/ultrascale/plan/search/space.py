@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import gcd
 from typing import Any, NamedTuple
 
@@ -99,6 +100,10 @@ class _Rules:
     judged: dict[Layout, list[Problem]] = field(default_factory=dict)
     """Problems of layouts that were judged: many ways to cut the model share a degree."""
 
+    @cached_property
+    def named(self) -> str:
+        return modules_of_constraints(self.workload, self.constraints)
+
     def choose(self, name: str, usual: Sequence[Any]) -> list[Any]:
         """Values of a field to search: the requested ones, else the usual ones."""
         return list(self.constraints.get(name, usual))
@@ -126,7 +131,7 @@ def legal_layouts(workload: Workload, *, base: Layout | None = None, constraints
     `base` gives the fields that are not searched (precision, buckets, offload); `constraints` holds searched fields to values.
     """
     rules = _Rules(workload, base or Layout(precision="bf16"), constraints or {})
-    named = modules_of_constraints(workload, rules.constraints)
+    named = rules.named
     meshes = [] if named and rules.breaks(f"recompute {named}", Layout(recompute=named)) else list(_meshes(rules))
     by_inside: dict[tuple[int, str, int], list[MeshShape]] = {}
     for mesh in meshes:
@@ -150,18 +155,18 @@ def _meshes(rules: _Rules) -> Iterator[MeshShape]:
                 dp = gpus // (tp * cp * pp)
                 if not rules.allows("dp", dp):
                     continue
-                if rules.workload.sequences_per_batch % dp:
-                    _refuse_batch(rules, dp)
+                if (batch := rules.workload.sequences_per_batch) % dp:
+                    rule = f"does not divide the batch of {count_of(batch, 'sequence')}"
+                    rules.refuse(f"dp = {dp}", rule, nearest_batches(batch, dp))
                     continue
                 for ep, expert_tp in _experts(rules, tp, tp * cp * dp):
                     yield MeshShape(tp, sequence_parallel, cp, method, heads, pp, virtual_stages, schedule, dp, ep, expert_tp)
 
 
-def _refuse_batch(rules: _Rules, dp: int) -> None:
-    batch = rules.workload.sequences_per_batch
-    nearest_batches = [n for n in (batch - batch % dp, batch - batch % dp + dp) if n]
-    remedy = f"Nearest batches: {' or '.join(map(str, nearest_batches))} sequences."
-    rules.refuse(f"dp = {dp}", f"does not divide the batch of {count_of(batch, 'sequence')}", remedy)
+def nearest_batches(batch: int, dp: int) -> str:
+    """Remedy that names the nearest batches that `dp` divides."""
+    below = batch - batch % dp
+    return f"Nearest batches: {' or '.join(str(size) for size in (below, below + dp) if size)} sequences."
 
 
 def _tensor(rules: _Rules, gpus: int) -> Iterator[tuple[int, bool]]:
@@ -292,7 +297,7 @@ def chunks_per_rank(schedule: str, pp: int, num_layers: int) -> tuple[int, ...]:
 
 
 def _experts(rules: _Rules, tp: int, ranks: int) -> Iterator[tuple[int, int]]:
-    experts = getattr(rules.workload.model, "num_experts", 0) or 0
+    experts = rules.workload.model.num_experts
     can = abilities(rules.workload.stack)
     if not experts:
         yield 1, 1
@@ -313,9 +318,8 @@ def _training_choices(rules: _Rules, dp: int, schedule: str, pp: int, share: int
     sizes = [size for size in _trained_sizes(rules, dp, cp) if _suits(rules, schedule, pp, dp, size)]
     modes = []
     can = abilities(rules.workload.stack).recompute
-    named = modules_of_constraints(rules.workload, rules.constraints)
-    for mode in ("blocks",) if named else rules.choose("recompute", can):
-        if not named and mode not in can:
+    for mode in ("blocks",) if rules.named else rules.choose("recompute", can):
+        if not rules.named and mode not in can:
             rules.refuse(f"recompute {mode}", f"{rules.workload.stack.name} has {', '.join(can)}")
             continue
         every = rules.choose("recompute_every", (2,)) if mode == "every-k" else (2,)
@@ -328,13 +332,12 @@ def _zero_stages(rules: _Rules, replicas: int, schedule: str) -> list[int]:
     """ZeRO stages; `replicas`: ranks of dp and cp, which hold the same weights."""
     can = abilities(rules.workload.stack)
     stages = can.zero_stages_with_pipeline if schedule else can.zero_stages
-    if "zero_stage" in rules.constraints:
-        for stage in rules.constraints["zero_stage"]:
-            if stage not in stages:
-                piped = " with a pipeline" if schedule else ""
-                rules.refuse(f"zero_stage = {stage}", f"{rules.workload.stack.name} has {', '.join(map(str, stages))}{piped}")
-        return [stage for stage in rules.constraints["zero_stage"] if stage in stages]
-    return [min(stages)] if replicas == 1 else list(stages)
+    wanted = rules.choose("zero_stage", stages if replicas > 1 else (min(stages),))
+    for stage in wanted:
+        if stage not in stages:
+            piped = " with a pipeline" if schedule else ""
+            rules.refuse(f"zero_stage = {stage}", f"{rules.workload.stack.name} has {', '.join(map(str, stages))}{piped}")
+    return [stage for stage in wanted if stage in stages]
 
 
 def _shards(rules: _Rules, stage: int, dp: int, share: int) -> list[int]:
@@ -394,9 +397,7 @@ def _suits(rules: _Rules, schedule: str, pp: int, dp: int, size: int) -> bool:
     if not fills and (wrong := cannot_run(rules.workload.model, pp, [count])):
         rules.refuse(f"pp = {pp}, {schedule}", wrong)
         return False
-    if abilities(rules.workload.stack).any_micro_batches:
-        return True
-    if known and known.in_rounds and count % pp:
+    if known and known.in_rounds and count % pp and not abilities(rules.workload.stack).any_micro_batches:
         rules.refuse(schedule, "micro-batches are no multiple of pp")
         return False
     return True
@@ -409,8 +410,7 @@ def _product(meshes: Sequence[MeshShape], rows: NDArray[np.int64], rules: _Rules
     table = LayoutTable.of(layouts).take(np.repeat(np.arange(len(layouts)), len(rows)))
     names = ("zero_stage", "dp_shard", "micro_batch_size", "recompute", "recompute_every")
     repeated = {name: np.tile(column, len(layouts)) for name, column in zip(names, rows.T, strict=True)}
-    named = modules_of_constraints(rules.workload, rules.constraints)
-    return LayoutTable(**{**vars(table), **repeated, "modes": (named,) if named else ()})
+    return LayoutTable(**{**vars(table), **repeated, "modes": (rules.named,) if rules.named else ()})
 
 
 def modules_of_constraints(workload: Workload, constraints: Constraints) -> str:

@@ -23,7 +23,7 @@ from ultrascale.plan.constants import Constants
 from ultrascale.plan.laws.collectives import collective_seconds
 from ultrascale.plan.laws.compute import attention_seconds, columns_seconds, elementwise_seconds, matmul_seconds
 from ultrascale.plan.laws.devices import work_per_joule
-from ultrascale.plan.layouts import CP_METHODS, FP8_SCALINGS, PRECISIONS, LayoutTable
+from ultrascale.plan.layouts import CHOICES, LayoutTable
 from ultrascale.plan.split_backward import HALVES, Half, is_deferrable, sent_in_half
 from ultrascale.plan.time.attention_choice import attention_kernel
 from ultrascale.plan.workload import Workload
@@ -242,38 +242,25 @@ def price_ops(workload: Workload, shape: Shape, ops: tuple[Op, ...]) -> PartSeco
 
 def _shape(workload: Workload, fields: Sequence[int]) -> Shape:
     return _known_shape(
-        workload.sequence_length, workload.documents, workload.expert_imbalance, workload.stack.kernels, *fields
+        workload.sequence_length, workload.documents, workload.expert_imbalance, workload.stack.kernels, tuple(fields)
     )  # fmt: skip
 
 
 @lru_cache(maxsize=1 << 16)
 def _known_shape(
-    sequence_length: int, documents: bool, expert_imbalance: float, kernels: Kernels, micro_batch_size: int, precision: int,
-    tp: int, sequence_parallel: int, cp: int, cp_method: int, cp_heads: int, ep: int, expert_tp: int, mlp_chunks: int,
-    partition_checkpoints: int, fp8_scaling: int, fp8_gathered: int,
+    sequence_length: int, documents: bool, expert_imbalance: float, kernels: Kernels, fields: tuple[int, ...]
 ) -> Shape:  # fmt: skip
-    """The single `Shape` object with these fields, so that caches find it by identity; arguments in the order of
-    `SHAPE_FIELDS`."""
+    """The single `Shape` object with these values of `SHAPE_FIELDS`, so that caches find it by identity."""
+    values: dict[str, Any] = dict(zip(SHAPE_FIELDS, fields, strict=True))
+    values |= {name: CHOICES[name][values[name]] for name in ("precision", "cp_method", "fp8_scaling")}
+    values["sequence_parallel"] = bool(values["sequence_parallel"]) and values["tp"] > 1
+    values["partition_checkpoints"] = bool(values["partition_checkpoints"])
+    values["fp8_gathered"] = bool(values.pop("gathers_fp8"))
+    documents = documents and not (kernels.own_fp8 and values["cp"] > 1)  # `plan.memory.replay.rank_shape`
     return Shape(
-        micro_batch_size=micro_batch_size,
-        sequence_length=sequence_length,
-        precision=PRECISIONS[precision],
-        documents=documents and not (kernels.own_fp8 and cp > 1),  # `plan.memory.replay.rank_shape`
-        device="cuda",
-        tp=tp,
-        sequence_parallel=bool(sequence_parallel) and tp > 1,
-        cp=cp,
-        cp_method=CP_METHODS[cp_method],
-        cp_heads=cp_heads,
-        ep=ep,
-        expert_tp=expert_tp,
-        mlp_chunks=mlp_chunks,
-        partition_checkpoints=bool(partition_checkpoints),
-        fp8_scaling=FP8_SCALINGS[fp8_scaling],
-        fp8_gathered=bool(fp8_gathered),
-        expert_imbalance=expert_imbalance,
-        kernels=kernels,
-    )
+        sequence_length=sequence_length, documents=documents, device="cuda", expert_imbalance=expert_imbalance,
+        kernels=kernels, **values,
+    )  # fmt: skip
 
 
 def _price(workload: Workload, shapes: list[Shape], works: list[tuple[Op, ...]], *, head: bool = False) -> PartSeconds:
