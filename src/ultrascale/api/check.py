@@ -23,7 +23,7 @@ from ultrascale.config.resolve import resolve
 from ultrascale.config.rules.trainable import expect_trainable
 from ultrascale.description.architecture.huggingface import to_hf
 from ultrascale.description.layout import Layout
-from ultrascale.description.problems import Problem, SpecError, mistake
+from ultrascale.description.problems import Problem, expect_none, mistake
 from ultrascale.description.run import Run, run_of_island
 from ultrascale.description.units import count_of
 from ultrascale.output_file import write_output
@@ -217,7 +217,7 @@ def answer(
         expect_known(options.plant)
     if options.matrix:
         return _matrix(options, progress)
-    description = ModelAndMachines(options.model, options.gpus, options.seq_len, options.tokens_per_batch)
+    description = ModelAndMachines.of(options)
     if (options.run is None and not description.is_given) or options.plant == "list":
         return _planted_faults(options, progress)
     described = (
@@ -318,8 +318,7 @@ def expect_numbers(options: CheckOptions, settings: list[str]) -> None:
         problems.append(Problem("--markdown", "writes the tables of --matrix, which is not given", "Add --matrix."))
     elif options.markdown is not None and not Path(options.markdown).absolute().parent.is_dir():
         problems.append(Problem("--markdown", f"{options.markdown} is in no folder that there is", "Make the folder first."))
-    if problems:
-        raise SpecError(problems)
+    expect_none(problems)
 
 
 def _notes(described: Run, layouts: list[Layout], processes: int | None) -> list[str]:

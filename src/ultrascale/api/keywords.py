@@ -15,11 +15,12 @@ from difflib import get_close_matches
 from json import dumps
 from os import PathLike, fspath
 from pathlib import Path
-from types import MappingProxyType, NoneType
+from types import MappingProxyType
 from typing import Any, Generic, TypeVar, get_args, get_origin, get_type_hints
 
+from ultrascale.config.choices import without_none
 from ultrascale.config.schema import ELSEWHERE, INVALID, STAND_INS, ValueContext, convert, default_of, leaves, sections
-from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.problems import Problem, expect_none
 
 T = TypeVar("T")
 COMMAND_LINE_ONLY = ("json", "brief", "compare")
@@ -69,8 +70,7 @@ def read_keywords(
     ]
     missing = [name for name in positional if not hasattr(kind, name) and keywords.get(name) is None]
     problems += [Problem(name, "is missing", f"Give it; `ultrascale {verb} --help` has an example.") for name in missing]
-    if problems:
-        raise SpecError(problems)
+    expect_none(problems)
     options = kind(**values)
     stack = tuple((key.removeprefix("stack."), text) for key, text in settings if key.startswith("stack."))
     setting_words = [word for key, text in settings if not key.startswith("stack.") for word in (f"--{key}", text)]
@@ -80,8 +80,7 @@ def read_keywords(
 
 def as_kind(value: Any, kind: Any, key: str, problems: list[Problem]) -> Any:
     """`value` converted to the type of an option; what the command line takes as text may also be given as a Python value."""
-    inner = [member for member in get_args(kind) if member is not NoneType]
-    plain = inner[0] if len(inner) == 1 and NoneType in get_args(kind) else kind
+    plain = without_none(kind)
     at = ValueContext(key, "", isinstance(value, str), problems)
     if is_dataclass(plain):
         return _as_dataclass(value, plain, key, problems)

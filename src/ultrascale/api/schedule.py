@@ -17,7 +17,7 @@ from ultrascale.api.planning.plan_request import SHORT
 from ultrascale.api.planning.run_of import ModelAndMachines, planned_run
 from ultrascale.api.schemas.stamp import stamped
 from ultrascale.description.layout import PipelineRuntime
-from ultrascale.description.problems import Problem, SpecError, mistake
+from ultrascale.description.problems import Problem, expect_none, mistake
 from ultrascale.description.schedules import SCHEDULE_ALIASES, SCHEDULES
 from ultrascale.description.units import count_of
 from ultrascale.output_file import write_output
@@ -268,8 +268,7 @@ def answer(options: ScheduleOptions, settings: Sequence[str] = ()) -> Schedule |
         _expect_no_settings([word for word in settings if _key(word) == "layout.schedule"])
         remedy = f"Take {', '.join(SCHEDULES)}, or a .csv or .json file."
         problems.append(Problem("NAME", "which schedule is missing", remedy))
-    if problems:
-        raise SpecError(problems)
+    expect_none(problems)
     options = _with_planned_layout(options, settings)
     options = replace(options, name=SCHEDULE_ALIASES.get(options.name.lower(), options.name))
     program = _program(options)
@@ -284,7 +283,7 @@ def answer(options: ScheduleOptions, settings: Sequence[str] = ()) -> Schedule |
 def _with_planned_layout(options: ScheduleOptions, settings: Sequence[str]) -> ScheduleOptions:
     """Options with the schedule, ranks, stages and micro-batches of the best layout of the given model and machines, if any;
     costs stay those of `cost`."""
-    described = ModelAndMachines(options.model, options.gpus, options.seq_len, options.tokens_per_batch)
+    described = ModelAndMachines.of(options)
     if not described.is_given:
         _expect_no_settings(settings)
         return options
@@ -351,8 +350,7 @@ def _executed(options: ScheduleOptions, program: Program) -> ExecutedSchedule:
     if passes > MOST_EXECUTED_PASSES:
         rule = f"the step has {passes:,} forward passes, and at most {MOST_EXECUTED_PASSES:,} are run"
         problems.append(Problem("micro_batches", rule, "Take fewer."))
-    if problems:
-        raise SpecError(problems)
+    expect_none(problems)
     from ultrascale.measure.executed import execute_schedule
 
     return ExecutedSchedule(options.name, execute_schedule(options.name, program, options.pipeline_runtime))
@@ -367,8 +365,7 @@ def _expect_measured(options: ScheduleOptions) -> None:
         problems.append(Problem("perfetto", "holds one step, and --executed shows two", "Use --svg or --json."))
     if options.csv is not None:
         problems.append(Problem("csv", "holds actions, and nothing of how they were executed", "Leave out one of the two."))
-    if problems:
-        raise SpecError(problems)
+    expect_none(problems)
 
 
 def _program(options: ScheduleOptions) -> Program:
@@ -406,8 +403,7 @@ def _check_size(ranks: int, passes: int, *, remedy: str) -> None:
     if passes > MOST_PASSES:
         rule = f"the step has {passes:,} forward passes, and at most {MOST_PASSES:,} are played"
         problems.append(Problem("micro_batches", rule, remedy))
-    if problems:
-        raise SpecError(problems)
+    expect_none(problems)
 
 
 def _played(options: ScheduleOptions, name: str, program: Program) -> Schedule:
@@ -427,15 +423,13 @@ def _check_costs(cost: Costs) -> None:
         for key, value in vars(cost).items()
         if not 0 <= value <= MOST_COST
     ]
-    if problems:
-        raise SpecError(problems)
+    expect_none(problems)
     if cost.communication > min(cost.forward, cost.input_gradient):
         rule = f"is part of forward and of input_gradient, but {cost.communication:g} is more than one of them"
         problems.append(Problem("cost.communication", rule, f"Give at most {min(cost.forward, cost.input_gradient):g}."))
     if cost.forward + cost.input_gradient + cost.weight_gradient == 0:
         problems.append(Problem("cost", "everything takes no time", "Give one of them a time."))
-    if problems:
-        raise SpecError(problems)
+    expect_none(problems)
 
 
 def _compared(schedule: Schedule) -> TableRow:

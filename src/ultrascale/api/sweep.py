@@ -16,7 +16,7 @@ from ultrascale.api.keywords import read_keywords
 from ultrascale.api.schemas.stamp import stamped
 from ultrascale.config.rules.early import expect_processes
 from ultrascale.data.files import DataError
-from ultrascale.description.problems import Problem, SpecError, mistake
+from ultrascale.description.problems import Problem, SpecError, expect_none, mistake
 from ultrascale.description.rank_environment import env_world_size
 from ultrascale.description.units import format_bytes, format_seconds, format_share
 from ultrascale.page.documents import sweep_document
@@ -222,8 +222,7 @@ def _check(options: SweepOptions) -> None:
     ]
     if not 0 < options.minutes < float("inf"):
         problems.append(Problem("--minutes", f"must be a positive number, is {options.minutes}", "Such as 10."))
-    if problems:
-        raise SpecError(problems)
+    expect_none(problems)
     if not options.list:
         expect_processes(options.processes or 1)
 

@@ -18,7 +18,7 @@ from ultrascale.catalogue.cluster import Cluster
 from ultrascale.catalogue.machines import free_bytes, usable_cores
 from ultrascale.config.resolve import resolve
 from ultrascale.config.rules.trainable import expect_trainable
-from ultrascale.description.problems import Problem, SpecError, mistake
+from ultrascale.description.problems import Problem, expect_none, mistake
 from ultrascale.description.run import Run
 from ultrascale.description.units import count_of, format_bytes, format_percent
 from ultrascale.page.documents import stages_document, trace_document
@@ -275,7 +275,7 @@ def answer(
 
 def _described(options: TraceOptions, settings: tuple[str, ...]) -> Run:
     """The run of the file, or of the given model and machines."""
-    described = ModelAndMachines(options.model, options.gpus, options.seq_len, options.tokens_per_batch)
+    described = ModelAndMachines.of(options)
     if not described.is_given:
         if options.run is None:
             raise mistake("RUN.TOML", "is missing", "Name a run, or give --model llama-3-8b --gpus 64xh100.")
@@ -320,8 +320,7 @@ def _expect_possible(options: TraceOptions, run: Run) -> None:
             problems.append(Problem("--out", f"{path} must end in one of {', '.join(ENDINGS)}", "Such as --out memory.png."))
         elif not path.parent.is_dir():
             problems.append(Problem("--out", f"there is no folder {path.parent}", "Make it, or name another."))
-    if problems:
-        raise SpecError(problems)
+    expect_none(problems)
 
 
 def _expect_memory(run: Run, steps: int, *, at_once: int = 1) -> None:

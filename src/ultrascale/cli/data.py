@@ -77,7 +77,7 @@ def prepare(
     validation_fraction: float = 0.0,
     validation: Path | None = None,
     shard_bytes: int | None = None,
-    json: tyro.conf.FlagCreatePairsOff[bool] = False,
+    json: bool = False,
 ) -> int:
     """Convert text to Megatron-compatible token shards and a manifest.
 
@@ -124,8 +124,8 @@ def inspect(
     document: int | None = None,
     sequence: int | None = None,
     sequence_length: int = 256,
-    verify: tyro.conf.FlagCreatePairsOff[bool] = False,
-    json: tyro.conf.FlagCreatePairsOff[bool] = False,
+    verify: bool = False,
+    json: bool = False,
 ) -> int:
     """Show the contents of a prepared folder (or a Megatron prefix).
 

@@ -12,6 +12,7 @@ import tyro
 
 from ultrascale.cli.measure.measure_speed import TIMED, WARM
 from ultrascale.cli.terminal.parse import parse_with_overrides
+from ultrascale.config.layers import take_settings
 from ultrascale.config.resolve import Resolved, resolve
 from ultrascale.config.rules.early import data_missing_here
 from ultrascale.console import print_line
@@ -158,7 +159,8 @@ def _texts(
     if Path(path).is_dir():
         path = str(Path(path) / "run.toml")
     write, ending = TEXTS[launcher]
-    texts, settings, notes = {}, _trainer_flags(overrides), _planned(resolved)
+    texts, notes = {}, _planned(resolved)
+    _, settings = take_settings(overrides, "launch")  # the others are also the trainer's
     for island in islands:
         met = [] if island is None else [_meeting_place(resolved.run, island)]
         job = job_of(
@@ -182,18 +184,6 @@ def _meeting_place(run: Run, island: int) -> str:
     return (
         f"Island {island} of {run.islands.count}; {run.islands.quorum} or more go on. They meet {where} {start}".rstrip() + "."
     )
-
-
-def _trainer_flags(overrides: Sequence[str]) -> list[str]:
-    """Flags that are also passed to the trainer."""
-    flags: list[str] = []
-    words = list(overrides)
-    while words:
-        word = words.pop(0)
-        flag_words = [word, *([words.pop(0)] if "=" not in word and words and not words[0].startswith("--") else [])]
-        if not word.startswith("--launch."):
-            flags += flag_words
-    return flags
 
 
 def _planned(resolved: Resolved) -> list[str]:
@@ -234,27 +224,15 @@ def _measuring_text(
             raise mistake(flag, f"must be at least 1, is {value}", "Leave it out for the usual number.")
     count = num_nodes_of(nodes, resolved.launch)
     ranks = count * ranks_per_node(resolved.run, resolved.launch)
-    settings = _trainer_flags(overrides)
+    _, settings = take_settings(overrides, "launch")
     grid_cells, _ = cells(path, axes, settings, processes=ranks)
     folder = Path(resolved.run.folder) / "sweeps" / resolved.run.name
     places = [place_of(folder, cell, axes, steps=steps, warm=warm) for cell in grid_cells if cell.run is not None]
     first = replace(places[0].run, name=resolved.run.name)
     listing = folder / "cells.txt"
     words = [f"--{axis.key.replace('_', '-')}={','.join(axis.values)}" for axis in axes]
-    results = [
-        "ultrascale",
-        "sweep",
-        path,
-        "--processes",
-        str(ranks),
-        *words,
-        *settings,
-        "--steps",
-        str(steps),
-        "--warm",
-        str(warm),
-    ]
-    results += ["--list"]
+    results = ["ultrascale", "sweep", path, "--processes", str(ranks), *words, *settings]
+    results += ["--steps", str(steps), "--warm", str(warm), "--list"]
     notes = [f"{len(places)} cells, {len(grid_cells) - len(places)} refused; {steps} steps are timed after {warm}."]
     listed = " ".join(shlex.join(results).split())  # one line of a comment
     job = job_of(first, resolved.launch, file=Path(path), nodes=count, command=typed, notes=notes)

@@ -7,10 +7,17 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from functools import cache
+from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.problems import Problem, expect_none
 from ultrascale.description.run import Run
+
+
+def without_none(kind: Any) -> Any:
+    """A type without None."""
+    members = [member for member in get_args(kind) if member is not NoneType]
+    return members[0] if NoneType in get_args(kind) and len(members) == 1 else kind
 
 
 def is_choice(value: Any, option: Any) -> bool:
@@ -41,8 +48,7 @@ def choice_problems(section: Any, prefix: str = "") -> Iterator[Problem]:
 
 def expect_choices(run: Run) -> None:
     """Raises SpecError with every choice of `run` that is none of its options."""
-    if problems := [*choice_problems(run)]:
-        raise SpecError(problems)
+    expect_none([*choice_problems(run)])
 
 
 @cache
@@ -52,7 +58,7 @@ def _choices(section: type) -> dict[str, tuple[Any, ...]]:
     for name, kind in get_type_hints(section).items():
         kinds = [kind, *get_args(kind)]
         if literal := next((inner for inner in kinds if get_origin(inner) is Literal), None):
-            options[name] = (*get_args(literal), *([None] if type(None) in kinds else []))
+            options[name] = (*get_args(literal), *([None] if NoneType in kinds else []))
     return options
 
 

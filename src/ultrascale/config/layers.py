@@ -90,6 +90,23 @@ def read_flags(overrides: Sequence[str] | Mapping[str, Any], problems: list[Prob
     return layer
 
 
+def take_settings(arguments: Sequence[str], prefix: str) -> tuple[dict[str, str], list[str]]:
+    """Flags `--PREFIX.KEY VALUE` or `--PREFIX.KEY=VALUE` as settings by key, `true` without a value; and all other words."""
+    settings: dict[str, str] = {}
+    other_words: list[str] = []
+    words = list(arguments)
+    while words:
+        word = words.pop(0)
+        if not word.startswith(f"--{prefix}."):
+            other_words.append(word)
+            continue
+        key, equals, value = word.removeprefix(f"--{prefix}.").partition("=")
+        if not equals:
+            value = words.pop(0) if words and not words[0].startswith("--") else "true"
+        settings[key.replace("-", "_")] = value
+    return settings, other_words
+
+
 def _file_text(path: Path, problems: list[Problem], *, extended_by: Path | None) -> str | None:
     where = f"{extended_by}, extends" if extended_by else ""
     try:

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
 from textwrap import dedent
-from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from ultrascale.config.choices import without_none
 from ultrascale.config.ranges import MOST, limits_of
 from ultrascale.config.schema import BYTE_KEYS, ELSEWHERE, LENGTH_KEYS, TOKEN_KEYS, leaves
 from ultrascale.description.run import Run
@@ -81,13 +81,13 @@ def about() -> dict[str, str]:
 
 def choices_of(kind: Any) -> tuple[Any, ...]:
     """Values of a type that is a choice; empty for any other."""
-    inner = _inner(kind)
+    inner = without_none(kind)
     return get_args(inner) if get_origin(inner) is Literal else ()
 
 
 def _of_leaf(key: str) -> Key:
     leaf = leaves()[key]
-    inner, choices, limits = _inner(leaf.kind), choices_of(leaf.kind), limits_of(key)
+    inner, choices, limits = without_none(leaf.kind), choices_of(leaf.kind), limits_of(key)
     allowed = ", ".join(map(str, choices)) or _range(limits)
     return Key(key, _kind(inner), _unit(key, inner), _default(leaf.default), allowed, about().get(key, ""))
 
@@ -100,7 +100,7 @@ def _stand_in(key: str) -> Key:
 def _about(kind: Any, prefix: str) -> Iterator[tuple[str, str]]:
     hints, docs = get_type_hints(kind), docs_of(kind)
     for field in fields(kind):
-        inner = _inner(hints[field.name])
+        inner = without_none(hints[field.name])
         if is_dataclass(inner):
             yield prefix + field.name, (inner.__doc__ or "").partition("\n")[0]
             yield from _about(inner, f"{prefix}{field.name}.")
@@ -108,18 +108,12 @@ def _about(kind: Any, prefix: str) -> Iterator[tuple[str, str]]:
             yield prefix + field.name, docs.get(field.name, "")
 
 
-def _inner(kind: Any) -> Any:
-    """A type without None."""
-    members = [member for member in get_args(kind) if member is not NoneType]
-    return members[0] if NoneType in get_args(kind) and len(members) == 1 else kind
-
-
 def _kind(inner: Any) -> str:
     if get_origin(inner) is tuple:
         item = get_args(inner)[0]
         if is_dataclass(item):
             return f"list of tables with {', '.join(field.name for field in fields(item))}"
-        return f"list of {_plural(_kind(_inner(item)))}"
+        return f"list of {_plural(_kind(without_none(item)))}"
     return "choice" if get_origin(inner) is Literal else KINDS.get(inner, "text")
 
 

@@ -25,7 +25,7 @@ from ultrascale.config.rules.run_rules import run_problems
 from ultrascale.config.schema import INVALID, ValueContext, convert, leaves
 from ultrascale.description.architecture.families import FAMILIES
 from ultrascale.description.architecture.model import Model, RopeScaling
-from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.problems import Problem, SpecError, expect_none
 from ultrascale.description.run import RampStage, Run
 from ultrascale.description.sections.launch import Launch
 from ultrascale.description.sections.trackers import sinks_named
@@ -135,8 +135,7 @@ def _resolve(
     bad |= {problem.key for problem in rule_problems}
     rule_problems += [*run_problems(run, require_data=require_data, unreadable_keys=frozenset(bad)), *launch.problems()]
     problems += [_with_origin(_of_given_batch(problem, entries), provenance) for problem in rule_problems]
-    if problems:
-        raise SpecError(problems)
+    expect_none(problems)
     return Resolved(run, provenance, launch)
 
 

@@ -9,10 +9,9 @@ from contextlib import suppress
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from difflib import get_close_matches
 from functools import cache
-from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from ultrascale.config.choices import choice_problem, is_choice
+from ultrascale.config.choices import choice_problem, is_choice, without_none
 from ultrascale.description.parsing import parse_toml
 from ultrascale.description.problems import MOST_PROBLEMS, Problem
 from ultrascale.description.run import RampStage, Run
@@ -125,8 +124,7 @@ def unknown_key(key: str, where: str, *, hints: bool = True) -> Problem:
 def convert(value: Any, kind: Any, at: ValueContext) -> Any:
     """`value` converted to `kind`; `INVALID`, with a problem recorded in `at`, if that is impossible."""
     origin = get_origin(kind)
-    if origin in (Union, UnionType):
-        (inner,) = (option for option in get_args(kind) if option is not type(None))
+    if (inner := without_none(kind)) is not kind:
         return None if value is None or value == "none" else convert(value, inner, at)
     if origin is Literal:
         return _literal(value, get_args(kind), at)

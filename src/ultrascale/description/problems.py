@@ -47,6 +47,12 @@ class SpecError(ValueError):
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
 
+def expect_none(problems: Sequence[Problem]) -> None:
+    """Raises SpecError with all `problems`, if there are any."""
+    if problems:
+        raise SpecError(problems)
+
+
 def mistake(key: str, rule: str, remedy: str, where: str = "") -> SpecError:
     """A SpecError with a single `Problem`."""
     return SpecError([Problem(key, rule, remedy, where)])

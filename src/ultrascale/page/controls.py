@@ -17,7 +17,7 @@ from ultrascale.catalogue.machines import USUAL_NODE
 from ultrascale.catalogue.models.model_presets import PRESETS
 from ultrascale.catalogue.stacks.stack_files import stack_names
 from ultrascale.description.layout import RANGES
-from ultrascale.description.problems import Problem, SpecError, mistake
+from ultrascale.description.problems import Problem, SpecError, expect_none, mistake
 from ultrascale.description.schedules import SCHEDULES
 
 LARGEST_FILE = 1_000_000
@@ -86,8 +86,7 @@ def words_of(question: dict[str, Any], folder: Path) -> list[str]:
     values = {name: str(value).strip() for name, value in question.items() if name in BY_NAME and value is not None}
     values = {name: value for name, value in values.items() if value}
     problems += [problem for name, value in values.items() for problem in _unreadable(name, value)]
-    if problems:
-        raise SpecError(problems)
+    expect_none(problems)
     file = _dropped(question["file"], folder) if question.get("file") else None
     words: list[str] = []
     if file is not None and file.suffix == ".toml":
@@ -176,5 +175,4 @@ def _expect_no_paths(text: str) -> None:
         problems.append(Problem("layout.schedule", "is no schedule by name", f"Take {', '.join(SCHEDULES)}."))
     if any(mark in _without_rack_count(str(document.get("cluster", ""))) for mark in ("/", "\\", ".toml")):
         problems.append(Problem("cluster", "names a file, and the page reads none", "Name machines such as 64xh100."))
-    if problems:
-        raise SpecError(problems)
+    expect_none(problems)

@@ -10,7 +10,7 @@ from typing import get_origin
 
 from ultrascale.config.resolve import resolve, to_toml
 from ultrascale.config.schema import STAND_INS, ValueContext, convert, leaves
-from ultrascale.description.problems import Problem, SpecError, mistake
+from ultrascale.description.problems import Problem, SpecError, expect_none, mistake
 from ultrascale.description.run import Run
 from ultrascale.plan.memory.replay import num_micro_batches
 from ultrascale.schedules.for_layout import schedule_of
@@ -119,8 +119,7 @@ def _axis(key: str, value: str) -> Axis:
     problems: list[Problem] = []
     for part in values:  # what is no value of the setting is a slip, not a cell that is refused
         convert(part, leaves()[key].kind if key in leaves() else STAND_INS[key], ValueContext(key, "flag", True, problems))
-    if problems:
-        raise SpecError(problems)
+    expect_none(problems)
     return Axis(key, values)
 
 

@@ -8,11 +8,12 @@ from math import inf
 from pathlib import Path
 
 from ultrascale.api.planning.plan_request import PlanOptions, PlanRequest
+from ultrascale.api.planning.run_of import names_of_flags
 from ultrascale.catalogue.cluster import Cluster
 from ultrascale.catalogue.machines import missing_dtype_problem
 from ultrascale.config.schema import leaves
 from ultrascale.description.architecture.model import Model
-from ultrascale.description.problems import Problem, SpecError, mistake
+from ultrascale.description.problems import Problem, SpecError, expect_none, mistake
 from ultrascale.description.units import UnitError, parse_tokens
 from ultrascale.plan.costs.budget import budget_problems
 
@@ -29,7 +30,7 @@ def refuse_conflicts(request: PlanRequest) -> None:
     options = request.options
     problems = [*_contradictions(options), *_files(options), *_tokens(options.tokens), *_conditions(options)]
     problems += budget_problems(options.budget)
-    if options.gpus is not None and _is_given("cluster", request.words):
+    if options.gpus is not None and "cluster" in names_of_flags(request.words):
         problems.append(Problem("--cluster", "names the machines, and so does --gpus", "Keep one of the two."))
     if options.top < 1:
         problems.append(Problem("--top", f"must be at least 1, is {options.top}", "10 is usual."))
@@ -37,10 +38,9 @@ def refuse_conflicts(request: PlanRequest) -> None:
         problems += [
             Problem(f"--{name}", "is of a search, and a run's file has one layout", "Leave it out, or give --model and --gpus.")
             for name in SEARCH_FLAGS
-            if _is_given(name, request.words)
+            if name in names_of_flags(request.words)
         ]
-    if problems:
-        raise SpecError(problems)
+    expect_none(problems)
 
 
 def refuse_on_measured_device(request: PlanRequest) -> None:
@@ -50,7 +50,7 @@ def refuse_on_measured_device(request: PlanRequest) -> None:
     problems = [
         Problem(f"--{name}", "is of step times, and this machine's are measured at run time", "Leave it out.")
         for name in TIME_FLAGS
-        if _is_given(name, request.words)
+        if name in names_of_flags(request.words)
     ]
     if options.stack != "ultrascale":
         rule = f"{options.stack} is planned for accelerators, and this machine's speed is measured at run time"
@@ -61,8 +61,7 @@ def refuse_on_measured_device(request: PlanRequest) -> None:
             rule = f"is {value}; of a machine whose speed is measured at run time, only data parallelism is compared"
             fix = f"Fix it with --layout.{name} {value}" if str(value).isdigit() else "Leave it out"
             problems.append(Problem(f"--{name}", rule, f"{fix}, or plan for an accelerator such as 8xh100."))
-    if problems:
-        raise SpecError(problems)
+    expect_none(problems)
 
 
 def refuse_imbalance(options: PlanOptions, model: Model) -> None:
@@ -154,7 +153,3 @@ def _tokens(text: str | None) -> list[Problem]:
         return [] if parse_tokens(text) else [Problem("--tokens", "must be more than 0", "Write 300B or 1T.")]
     except UnitError as error:
         return [Problem("--tokens", str(error), "Write 300B or 1T.")]
-
-
-def _is_given(name: str, words: tuple[str, ...]) -> bool:
-    return any(word.partition("=")[0].replace("_", "-") == f"--{name}" for word in words)

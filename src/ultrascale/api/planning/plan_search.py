@@ -14,14 +14,13 @@ from ultrascale.api.planning.plan_request import SHORT, PlanOptions, PlanRequest
 from ultrascale.api.planning.run_of import conditions, overrides, run_defaults
 from ultrascale.catalogue.cluster import Cluster
 from ultrascale.catalogue.stacks.stack import Stack
-from ultrascale.config.layers import read_flags
+from ultrascale.config.layers import read_flags, take_settings
 from ultrascale.config.resolve import resolve, sequences_for_tokens
 from ultrascale.config.rules.run_rules import offloaded_optimizer
 from ultrascale.config.rules.trainable import untrainable
 from ultrascale.config.schema import INVALID, ValueContext, convert, leaves
-from ultrascale.description.architecture.model import Model
 from ultrascale.description.layout import Layout
-from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.problems import Problem, expect_none
 from ultrascale.description.run import Run
 from ultrascale.description.schedules import SCHEDULES
 from ultrascale.description.units import UnitError, count_of, divisors, parse_tokens
@@ -143,11 +142,10 @@ def searched(
     problems = not_searched(stack, base)
     if stack.name == "ultrascale":
         problems = [*problems, *offloaded_optimizer(replace(run, layout=base))]
-    if problems:
-        raise SpecError(problems)
+    expect_none(problems)
     workload = workload_of(replace(run, layout=base), cluster, stack, **conditions(options))
     if options.runnable:
-        _expect_runnable(run.model, base)
+        expect_none(untrainable(run.model, base))  # whatever else is chosen
 
     def report_share(share: float) -> None:
         report(f"{share:.0%} of the layouts searched" if share < 1 else "the fastest layouts played action by action")
@@ -212,12 +210,6 @@ def explained(searched: SearchOutcome, report: Callable[[str], None] = lambda ph
     )
 
 
-def _expect_runnable(model: Model, base: Layout) -> None:
-    """Raises SpecError if the trainer cannot run this, whatever else is chosen."""
-    if problems := untrainable(model, base):
-        raise SpecError(problems)
-
-
 def _split(request: PlanRequest) -> tuple[dict[str, str], list[str]]:
     """Split settings into those of the layout, by field, and the words of all others."""
     settings = {
@@ -225,18 +217,8 @@ def _split(request: PlanRequest) -> tuple[dict[str, str], list[str]]:
         for flag, key in SHORT.items()
         if key.startswith("layout.") and (value := getattr(request.options, flag)) is not None
     }
-    run_words, words = [], list(request.settings)
-    while words:
-        word = words.pop(0)
-        name, equals, value = word.replace("_", "-").partition("=")
-        if not name.startswith("--layout."):
-            run_words.append(word)
-            continue
-        field = name.removeprefix("--layout.").replace("-", "_")
-        if not equals:
-            value = words.pop(0) if words and not words[0].startswith("--") else "true"
-        settings[field] = value
-    return settings, run_words
+    of_layout, run_words = take_settings(request.settings, "layout")
+    return settings | of_layout, run_words
 
 
 def _choices(settings: dict[str, str]) -> tuple[dict[str, tuple[Any, ...]], Layout]:
@@ -262,8 +244,7 @@ def _choices(settings: dict[str, str]) -> tuple[dict[str, tuple[Any, ...]], Layo
             problems.append(Problem(leaf.key, f"is not searched, and {text} are {len(values)} values", "Give one."))
     if not problems:
         problems = [p for name, values in constraints.items() for value in values for p in _range_problems(name, value)]
-    if problems:
-        raise SpecError(problems)
+    expect_none(problems)
     return constraints, Layout(**fixed)
 
 

@@ -106,6 +106,11 @@ class ModelAndMachines:
     seq_len: int | None
     tokens_per_batch: str | None
 
+    @classmethod
+    def of(cls, options: Any) -> ModelAndMachines:
+        """Those of a verb's options."""
+        return cls(options.model, options.gpus, options.seq_len, options.tokens_per_batch)
+
     @property
     def is_given(self) -> bool:
         """True if any of the fields is given."""

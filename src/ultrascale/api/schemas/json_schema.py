@@ -142,12 +142,12 @@ def _run_toml() -> dict[str, Any]:
 def _toml_value(key: str, kind: Any) -> dict[str, Any]:
     """Schema of a value in TOML: "none" for nothing, "4M" for tokens and counts, "128k" for lengths, "20GiB" for bytes, "30m"
     for times; tables in lists."""
+    from ultrascale.config.choices import without_none
     from ultrascale.config.ranges import limits_of
     from ultrascale.config.schema import TIMES, UNITS, default_of
     from ultrascale.description.run import RampStage
 
-    if get_origin(kind) in (Union, UnionType):
-        (inner,) = (member for member in get_args(kind) if member is not NoneType)
+    if (inner := without_none(kind)) is not kind:
         return {"anyOf": [_toml_value(key, inner), {"const": "none"}]}
     if get_origin(kind) is tuple:
         return {"type": "array", "items": _toml_value(f"{key}[]", get_args(kind)[0])}

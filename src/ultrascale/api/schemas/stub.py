@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from textwrap import indent, wrap
-from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from ultrascale.api.check import CheckOptions, check
@@ -22,6 +21,7 @@ from ultrascale.api.report import ReportOptions, report
 from ultrascale.api.schedule import ScheduleOptions, schedule
 from ultrascale.api.sweep import SweepOptions, sweep
 from ultrascale.api.trace import TraceOptions, trace
+from ultrascale.config.choices import without_none
 from ultrascale.config.reference import docs_of
 from ultrascale.config.schema import default_of
 
@@ -92,14 +92,13 @@ def _default(value: Any) -> str:
 
 
 def _written(kind: Any) -> str:
-    members = [member for member in get_args(kind) if member is not NoneType]
-    if NoneType in get_args(kind):
-        return f"{_written(members[0])} | None"
+    if (inner := without_none(kind)) is not kind:
+        return f"{_written(inner)} | None"
     if get_origin(kind) is Literal:
-        return "Literal[" + ", ".join(f'"{literal}"' for literal in members) + "]"
+        return "Literal[" + ", ".join(f'"{literal}"' for literal in get_args(kind)) + "]"
     if get_origin(kind) is tuple:
-        inner = _written(members[0])
-        return f"{inner} | Sequence[{inner}]"
+        item = _written(get_args(kind)[0])
+        return f"{item} | Sequence[{item}]"
     return f"{kind.__name__} | Mapping[str, float]" if is_dataclass(kind) else WRITTEN[kind]  # type: ignore[union-attr]
 
 

@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from difflib import get_close_matches
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -78,14 +79,8 @@ def command(arguments: list[str]) -> int:
     if not arguments:
         print(_HELP, end="", file=sys.stderr)
         return 2
-    if arguments[0] == "speed":
-        from ultrascale.cli.measure import measure_speed
-
-        return measure_speed.command(arguments[1:])
-    if arguments[0] == "network":
-        from ultrascale.cli.measure import measure_network
-
-        return measure_network.command(arguments[1:])
+    if arguments[0] in ("speed", "network"):
+        return import_module(f"ultrascale.cli.measure.measure_{arguments[0]}").command(arguments[1:])
     if arguments[0] in ("-h", "--help"):
         print(_HELP, end="")
         return 0

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import shlex
-import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
+from signal import SIGTERM
 from typing import Any
 
 from ultrascale.api.sweep import Sweep, SweepGrid, SweepOptions, answer
 from ultrascale.cli.terminal.parse import parse_with_overrides
-from ultrascale.cli.terminal.screen import console_for_people, print_json
+from ultrascale.cli.terminal.screen import console_for_people, ending_like_ctrl_c, print_json
 from ultrascale.description.units import count_of, format_bytes, format_seconds, format_share
 from ultrascale.sweep.accuracy import Held, MeasuredCell
 from ultrascale.sweep.cells import CellPlace
@@ -27,7 +26,7 @@ def command(arguments: list[str]) -> int:
     invalid."""
     axes, words = split_axes(arguments)
     options, overrides = parse_with_overrides(SweepOptions, "sweep", words, positional={"run": "RUN.TOML"})
-    with _stopping_on_sigterm():
+    with ending_like_ctrl_c(SIGTERM):
         progress = _Progress(sys.stderr if options.json else sys.stdout)
         sweep = answer(options, axes, overrides, started=progress.start, done=progress)
     if options.json:
@@ -65,20 +64,6 @@ class _Progress:
 def words_of(cell: SweepCell) -> str:
     """Values of a cell as text."""
     return ", ".join(f"{key.rpartition('.')[2]} {value}" for key, value in cell.values.items()) or "the run itself"
-
-
-@contextmanager
-def _stopping_on_sigterm() -> Iterator[None]:
-    """Context manager in which SIGTERM ends this process and its child, as Ctrl-C does."""
-
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _show(sweep: Sweep, top: int, html: Path | None) -> None:

@@ -10,8 +10,9 @@ from ultrascale.api.planning.plan_request import PlanOptions, PlanRequest
 from ultrascale.api.planning.plan_result import Plan
 from ultrascale.api.planning.run_of import fills_machines, has_flag, overrides
 from ultrascale.catalogue.stacks.stack_files import changed_settings, stack_file
-from ultrascale.cli.terminal.parse import parse_with_overrides, take_settings
+from ultrascale.cli.terminal.parse import parse_with_overrides
 from ultrascale.cli.terminal.screen import console_for_people, print_json, waiting
+from ultrascale.config.layers import take_settings
 from ultrascale.description.units import parse_tokens
 from ultrascale.plan.report import DEFAULT_OPTIMIZER, RunPlan, not_trainable
 

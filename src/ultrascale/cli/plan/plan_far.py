@@ -7,7 +7,7 @@ from typing import Any
 
 from ultrascale.cli.terminal.parse import parse
 from ultrascale.cli.terminal.screen import console_for_people, print_json
-from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.problems import Problem, SpecError, expect_none
 from ultrascale.description.units import UnitError, parse_tokens
 from ultrascale.plan.view.far_apart import FarPlan, far_apart
 
@@ -93,6 +93,5 @@ def _plan(parsed: dict[str, Any]) -> FarPlan:
     except SpecError as error:
         named = (replace(problem, key=FLAGS[problem.key.removeprefix("far.")]) for problem in error.problems)
         raise SpecError([*problems, *named]) from None
-    if problems:
-        raise SpecError(problems)
+    expect_none(problems)
     return plan

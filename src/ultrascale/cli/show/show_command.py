@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import asdict
 from difflib import get_close_matches
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -77,22 +78,8 @@ def command(arguments: list[str]) -> int:
         from ultrascale.cli.show import show_schedule
 
         return show_schedule.command(arguments)
-    if arguments[:1] == ["keys"]:
-        from ultrascale.cli.show import show_keys
-
-        return show_keys.command(arguments[1:])
-    if arguments[:1] == ["rules"]:
-        from ultrascale.cli.show import show_rules
-
-        return show_rules.command(arguments[1:])
-    if arguments[:1] == ["schema"]:
-        from ultrascale.cli.show import show_schema
-
-        return show_schema.command(arguments[1:])
-    if arguments[:1] == ["stacks"]:
-        from ultrascale.cli.show import show_stacks
-
-        return show_stacks.command(arguments[1:])
+    if arguments and arguments[0] in ("keys", "rules", "schema", "stacks"):
+        return import_module(f"ultrascale.cli.show.show_{arguments[0]}").command(arguments[1:])
     parsed, overrides = parse_with_overrides(show, "show", arguments)
     what, every, as_json = parsed
     if what in ("models", "clusters"):

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
-
-import tyro
+from signal import SIGHUP, SIGINT, SIGTERM
 
 from ultrascale.cli.terminal.parse import parse
-from ultrascale.cli.terminal.screen import print_json
+from ultrascale.cli.terminal.screen import ending_like_ctrl_c, print_json
 from ultrascale.description.problems import mistake
 
 
 def demo(
     folder: Path = Path("demo"),
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
+    json: bool = False,
 ) -> int:
     """Plan, prove, train, kill, resume, compare, sample, export: a real run in five minutes. No GPU, no network.
 
@@ -37,7 +32,7 @@ def demo(
     from ultrascale.demo.screen import Screen
     from ultrascale.demo.story import run_demo
 
-    with _leaving_like_ctrl_c():
+    with ending_like_ctrl_c(SIGINT, SIGTERM, SIGHUP):  # Ctrl-C even if a shell ignores it, and a closed terminal
         outcome = run_demo(folder, Screen.on(stderr=json))
     if json:
         document = {"folder": str(folder), "claims": [claim.to_json() for claim in outcome.claims]}
@@ -48,19 +43,3 @@ def demo(
 def command(arguments: list[str]) -> int:
     """Run the verb; returns 0 if every claim holds, 1 if one fails."""
     return parse(demo, "demo", arguments)
-
-
-@contextmanager
-def _leaving_like_ctrl_c() -> Iterator[None]:
-    """Context manager in which Ctrl-C (even if a shell ignores it), SIGTERM and a closed terminal also end the started
-    training."""
-
-    def leave(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, leave) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, previous in before.items():
-            signal.signal(number, previous)

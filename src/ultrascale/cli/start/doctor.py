@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import tyro
+from typing import TYPE_CHECKING
 
 from ultrascale.cli.terminal.parse import parse
 from ultrascale.cli.terminal.screen import console_for_people, print_json
@@ -28,7 +26,7 @@ class Doctor:
     """Folder to check: the one for runs."""
     gpus: int | None = None
     """Also fail if there are fewer GPUs than this, as on a node that has lost one."""
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    json: bool = False
     """Print one JSON object."""
 
 

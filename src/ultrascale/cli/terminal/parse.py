@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from dataclasses import MISSING, dataclass, field, is_dataclass
+from dataclasses import MISSING, dataclass, field, is_dataclass, replace
 from difflib import get_close_matches
 from inspect import Parameter, getdoc, signature
 from pathlib import Path
@@ -22,8 +22,9 @@ from types import MappingProxyType, NoneType, UnionType
 from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from ultrascale.api.keywords import MIN_SIMILARITY, as_kind, unknown_flag
+from ultrascale.config.choices import without_none
 from ultrascale.config.schema import STAND_INS, leaves, unknown_key
-from ultrascale.description.problems import Problem, SpecError, mistake
+from ultrascale.description.problems import Problem, SpecError, expect_none, mistake
 
 T = TypeVar("T")
 BOOLEAN_WORDS = ("true", "false", "yes", "no", "on", "off", "1", "0")
@@ -65,23 +66,6 @@ def parse_with_overrides(
         wrong = [unknown_key(key, "flag") for key in keys if key not in leaves() and key not in STAND_INS]
         raise SpecError([*wrong, *error.problems]) from None
     return result, [*settings, *unknown]
-
-
-def take_settings(arguments: list[str], prefix: str) -> tuple[dict[str, str], list[str]]:
-    """Flags `--PREFIX.KEY VALUE` or `--PREFIX.KEY=VALUE` as settings by key, `true` without a value; and all other words."""
-    settings: dict[str, str] = {}
-    other_words: list[str] = []
-    words = deque(arguments)
-    while words:
-        word = words.popleft()
-        if not word.startswith(f"--{prefix}."):
-            other_words.append(word)
-            continue
-        key, equals, value = word.removeprefix(f"--{prefix}.").partition("=")
-        if not equals:
-            value = words.popleft() if words and not words[0].startswith("--") else "true"
-        settings[key.replace("-", "_")] = value
-    return settings, other_words
 
 
 def description_of(verb: Any) -> str | None:
@@ -224,8 +208,7 @@ def read_words(
     loose = _sort(options, deque(words), name, problems, settings)
     unknown_words = _place(options, deque(loose), name, problems, settings)
     values = {option.name: _value(option, name, problems) for option in options.values()}
-    if problems:
-        raise SpecError(problems)
+    expect_none(problems)
     return _call(verb, values), unknown_words
 
 
@@ -247,12 +230,9 @@ def _options(verb: Any, positional: Mapping[str, str | None]) -> list[Option]:
     for name, parameter in signature(verb).parameters.items():
         hint = hints[name]
         marks = getattr(hint, "__metadata__", ())
-        kind = get_args(hint)[0] if marks else hint
-        inner = [member for member in get_args(kind) if member is not NoneType]
-        if get_origin(kind) in (Union, UnionType) and len(inner) == 1:
-            kind = inner[0]
+        kind = without_none(get_args(hint)[0] if marks else hint)
         if is_dataclass(kind):
-            options += [_inner(name, option) for option in _options(kind, {})]
+            options += [replace(option, name=f"{name}.{option.name}") for option in _options(kind, {})]
             continue
         marked = any(str(mark) == "Positional" for mark in marks) or parameter.kind is Parameter.POSITIONAL_ONLY
         metavar = positional.get(name) or next((mark.metavar for mark in marks if getattr(mark, "metavar", None)), None)
@@ -260,10 +240,6 @@ def _options(verb: Any, positional: Mapping[str, str | None]) -> list[Option]:
         takes_one = any(str(mark) == "UseAppendAction" for mark in marks)
         options.append(Option(name, kind, default, metavar or name.upper(), marked or name in positional, takes_one))
     return options
-
-
-def _inner(of: str, option: Option) -> Option:
-    return Option(f"{of}.{option.name}", option.kind, option.default, option.metavar, False, option.takes_one)
 
 
 def _sort(options: Mapping[str, Option], words: deque[str], name: str, problems: list[Problem], settings: bool) -> list[str]:

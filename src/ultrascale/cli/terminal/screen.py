@@ -50,6 +50,21 @@ def drawing_width(console: Console) -> int:
     return console.width if console.is_terminal or "COLUMNS" in os.environ else PAGE_WIDTH
 
 
+@contextmanager
+def ending_like_ctrl_c(*signals: signal.Signals) -> Iterator[None]:
+    """Context manager in which these signals end this process, and what it has started, as Ctrl-C does."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, interrupt) for number in signals}
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)
+
+
 AFTER_SECONDS = 1.0
 Words = str | Callable[[], str]
 """Text, or a function that returns the current text."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import tyro
 
@@ -34,7 +34,7 @@ class List:
     folder: tyro.conf.Positional[Path]
     """Folder of a run, its `checkpoints`, or one `step-...` in it; or the URL of a stored run, as in
     s3://BUCKET/PREFIX/NAME."""
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    json: bool = False
     """Print one JSON object."""
 
 
@@ -50,7 +50,7 @@ class Verify:
     folder: tyro.conf.Positional[Path]
     """Folder of a run, its `checkpoints`, or one `step-...` in it; or the URL of a stored run, as in
     s3://BUCKET/PREFIX/NAME."""
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    json: bool = False
     """Print one JSON object."""
 
 

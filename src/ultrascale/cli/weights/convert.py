@@ -18,8 +18,8 @@ def convert(
     out: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")],
     /,
     overwrite: bool = False,
-    unconfined: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
+    unconfined: bool = False,
+    json: bool = False,
 ) -> int:
     """Convert a pickle checkpoint (.bin, .pt, .pth, .ckpt), which no other command reads, to a folder of safetensors.
 

@@ -31,7 +31,7 @@ def export(
     overwrite: bool = False,
     push_to_hub: str | None = None,
     public: bool = False,
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
+    json: bool = False,
 ) -> int:
     """Write a checkpoint as a folder that transformers, vLLM and llama.cpp read: safetensors, config.json, tokenizer.
 

@@ -15,7 +15,7 @@ from ultrascale.cli.terminal.screen import print_json
 from ultrascale.cli.weights.opening import expect_contents, folder_problems, open_trained_and_print
 from ultrascale.config.rules.early import device_problems
 from ultrascale.console import print_line
-from ultrascale.description.problems import Problem, SpecError, mistake
+from ultrascale.description.problems import Problem, expect_none, mistake
 from ultrascale.models.sampling import Sampling
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def generate(
     tokenizer: Path | None = None,
     precision: Literal["fp32", "bf16"] = "fp32",
     device: Literal["auto", "cpu", "cuda"] = "auto",
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
+    json: bool = False,
 ) -> int:
     """Continue a prompt with a trained model.
 
@@ -57,7 +57,7 @@ def generate(
     """
     sampling = Sampling(max_new_tokens, temperature, top_k, top_p, seed)
     options = [*sampling.problems(), *_text_problems(prompt), *device_problems(device), *_file_problems(tokenizer)]
-    _expect_none(
+    expect_none(
         [*folder_problems(folder), *(replace(problem, key=f"--{problem.key.replace('_', '-')}") for problem in options)]
     )
     expect_contents(folder)
@@ -68,12 +68,12 @@ def generate(
     from ultrascale.models.generate import prompt_problems
     from ultrascale.parallel.precision.mixed_precision import TORCH_DTYPE
 
-    _expect_none(_device_problems(device))
+    expect_none(_device_problems(device))
     trained = open_trained_and_print(folder)
     file = _tokenizer_file(trained, tokenizer)
     vocabulary, stop = _read_tokenizer(file)
     ids = vocabulary.encode(prompt).ids if prompt else _document_start(stop)
-    _expect_none(_vocabulary_problems(trained, file, vocabulary) or prompt_problems(trained.model, ids))
+    expect_none(_vocabulary_problems(trained, file, vocabulary) or prompt_problems(trained.model, ids))
     where = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     decoder = trained.decoder(dtype=TORCH_DTYPE[precision], device=where)
     new_ids: list[int] = []
@@ -96,11 +96,6 @@ def generate(
 def command(arguments: list[str]) -> int:
     """Run the verb; returns its exit code."""
     return parse(generate, "generate", arguments)
-
-
-def _expect_none(problems: list[Problem]) -> None:
-    if problems:
-        raise SpecError(problems)
 
 
 def _text_problems(prompt: str) -> list[Problem]:

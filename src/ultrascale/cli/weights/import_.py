@@ -21,7 +21,7 @@ def import_(
     source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")],
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN.TOML")],
     /,
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
+    json: bool = False,
 ) -> tuple[Path, str, bool]:
     """Make the weights of a Hugging Face folder the first checkpoint of a run; `ultrascale train` continues from them.
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from ultrascale.description.problems import Problem, SpecError, mistake
+from ultrascale.description.problems import Problem, expect_none, mistake
 from ultrascale.description.run import Run
 
 GPU_FILES = ("nvidia[0-9]*", "nvidiactl", "kfd", "dxg")
@@ -52,8 +52,7 @@ def expect_ready(run: Run) -> None:
     for source in run.data.validation:
         if unfinished.isdisjoint(Path(source.path).parents):  # else a part of the same preparation
             problems += _source_problems("data.validation", source.path)
-    if problems:
-        raise SpecError(problems)
+    expect_none(problems)
 
 
 def _source_problems(key: str, source: str) -> Iterator[Problem]:

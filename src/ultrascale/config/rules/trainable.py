@@ -9,7 +9,7 @@ from ultrascale.config.rules.rule import Rule
 from ultrascale.description.architecture.families import TRAINED
 from ultrascale.description.architecture.model import Model
 from ultrascale.description.layout import NARROW, Layout
-from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.problems import Problem, expect_none
 from ultrascale.description.recomputed import is_modules
 from ultrascale.description.run import Run
 from ultrascale.description.schedules import USUAL
@@ -98,8 +98,7 @@ def expect_trainable(model: Model, layout: Layout | None = None) -> None:
     trained."""
     layout = layout or Layout()
     unknown = [*choice_problems(model, "model."), *choice_problems(layout, "layout.")]
-    if problems := unknown or untrainable(model, layout):
-        raise SpecError(problems)
+    expect_none(unknown or untrainable(model, layout))
 
 
 def expect_trainable_run(run: Run) -> None:

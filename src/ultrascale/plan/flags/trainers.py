@@ -7,7 +7,7 @@ from collections.abc import Callable
 from ultrascale.catalogue.stacks.stack import Stack
 from ultrascale.catalogue.stacks.stack_files import abilities, stack_file, stack_names
 from ultrascale.description.layout import Layout
-from ultrascale.description.problems import Problem, SpecError, mistake
+from ultrascale.description.problems import Problem, expect_none, mistake
 from ultrascale.description.recomputed import is_modules, modules_named
 from ultrascale.plan.flags import deepspeed, llm_foundry, megatron, nanotron, ours, torchtitan
 from ultrascale.plan.flags.written import TrainerPlan
@@ -28,8 +28,7 @@ def trainer_flags(workload: Workload, layout: Layout) -> str:
         available = ", ".join(stack for stack in stack_names() if stack_file(stack).writes in WRITERS)
         raise mistake("stack", f"{name} has no settings that could be printed", f"There are those of {available}.")
     problems = cannot_express(workload, layout)
-    if problems:
-        raise SpecError(problems)
+    expect_none(problems)
     return WRITERS[stack_file(workload.stack.name).writes](TrainerPlan(workload, layout))
 
 

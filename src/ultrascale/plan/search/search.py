@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ultrascale.description.layout import Layout
-from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.problems import Problem, SpecError, expect_none
 from ultrascale.description.units import count_of, divisors
 from ultrascale.plan.columns.footprint import MARGIN, RETAINED_SHARE, outside_bytes, reserved_bytes, stage_memory
 from ultrascale.plan.columns.rank_activations import cache_blocks
@@ -160,8 +160,7 @@ def search(
     """
     started = time.perf_counter()
     space = legal_layouts(workload, base=base, constraints=constraints)
-    if problems := unmet(workload, constraints or {}, space):
-        raise SpecError(problems)
+    expect_none(unmet(workload, constraints or {}, space))
     if not len(space.table):
         raise SpecError([_nothing_legal(workload, space)])
     priced, ranked = _ranked(workload, space, base, constraints or {}, on_progress)

@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.problems import Problem, expect_none
 
 FIBRE_METRES_PER_SECOND = 2e8
 """Speed of light in fibre: 299,792 km/s over a refractive index of 1.47, rounded as usual."""
@@ -177,8 +177,7 @@ def far_apart(
         "bits_per_parameter": bits_per_parameter, "outer_every": outer_every, "switching_seconds": switching_seconds,
     }  # fmt: skip
     problems = [problem for key, value in numbers.items() for problem in _problems(key, value)]
-    if problems:
-        raise SpecError(problems)
+    expect_none(problems)
     return FarPlan(
         num_parameters, bits_per_parameter, num_sites, distance_kilometres * 1e3, line_bits_per_second / BITS_PER_BYTE,
         switching_seconds, step_seconds, outer_every, overlap, uplink,
