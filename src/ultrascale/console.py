@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 Stream = Literal["stdout", "stderr"]
 NUMBERS: dict[Stream, int] = {"stdout": 1, "stderr": 2}
@@ -105,3 +108,17 @@ class Trimmed:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(getattr(sys, self.stream), name)
+
+
+def plain_table(
+    *columns: str, left: Collection[str] | None = None, whole: Collection[str] = (), folds: bool = False, **style: Any
+) -> Table:
+    """A table without a frame. `left`: columns aligned left, the others right (None: all left). `whole`: columns whose cells
+    are never wrapped. `folds`: long words are folded, not cut. `style`: further arguments of rich's Table."""
+    from rich.table import Table
+
+    table = Table(box=None, header_style="bold", **({"pad_edge": False} | style))
+    for column in columns:
+        justify = "left" if left is None or column in left else "right"
+        table.add_column(column, justify=justify, no_wrap=column in whole, overflow="fold" if folds else "ellipsis")
+    return table

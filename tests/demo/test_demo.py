@@ -51,7 +51,7 @@ def in_tmp(tmp_path, monkeypatch) -> Path:
 def test_what_goes_to_a_file_has_no_blanks_at_the_ends_of_lines(capsys, monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)
     for stderr in (False, True):
-        Screen.on(stderr=stderr).say("words " * 40)
+        Screen.on(stderr=stderr).show("words " * 40)
     for told in capsys.readouterr():
         assert told.count("words") == 40
         assert all(80 < len(line) <= 100 and not line.endswith(" ") for line in told.splitlines()[:-1])

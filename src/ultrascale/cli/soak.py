@@ -96,16 +96,18 @@ def table(outcome: Outcome) -> list[str]:
 
 def to_json(outcome: Outcome) -> dict[str, Any]:
     """The table as JSON."""
+    from ultrascale.soak.storm import KINDS
+
     kinds = {
         kind: {
-            "row": row, "struck": len(strikes), "survived": sum(strike.is_survived for strike in strikes),
+            "row": KINDS[kind].row, "struck": len(strikes), "survived": sum(strike.is_survived for strike in strikes),
             "without_effect": sum(not strike.had_effect for strike in strikes),
             "detect_seconds": _spread([strike.detect_seconds for strike in strikes]),
             "recover_seconds": _spread([strike.recover_seconds for strike in strikes]),
             "steps_lost": _spread([float(strike.steps_lost) for strike in strikes]),
             "detected_by": sorted({strike.detected_by for strike in strikes}),
         }
-        for (kind, row), strikes in ((key, strikes) for key, strikes in _with_rows(outcome))
+        for kind, strikes in sorted(_by_kind(outcome).items())
     }  # fmt: skip
     goodput = outcome.account.goodput
     return {
@@ -113,12 +115,6 @@ def to_json(outcome: Outcome) -> dict[str, Any]:
         "steps": outcome.steps, "seconds": round(outcome.seconds, 1), "faults": len(outcome.strikes), "kinds": kinds,
         "steps_lost": outcome.account.steps_lost, "goodput": None if goodput is None else round(goodput, 4),
     }  # fmt: skip
-
-
-def _with_rows(outcome: Outcome) -> list[tuple[tuple[str, int], list[Strike]]]:
-    from ultrascale.soak.storm import KINDS
-
-    return [((kind, KINDS[kind].row), strikes) for kind, strikes in sorted(_by_kind(outcome).items())]
 
 
 def _by_kind(outcome: Outcome) -> dict[str, list[Strike]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Verdict = Literal["holds", "fails", "missed", "skipped"]
@@ -26,10 +26,6 @@ class Claim:
     verdict: Verdict
     facts: Mapping[str, Any] = field(default_factory=dict)
     """The numbers themselves, JSON-able: bytes, seconds, nats."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain data."""
-        return asdict(self)
 
 
 def judged(text: str, number: str, holds: bool, **facts: Any) -> Claim:

@@ -62,12 +62,8 @@ class Screen:
         text = " \\\n".join(f"{' ' * INDENT}{'$' if number == 0 else ' '}{line}" for number, line in enumerate(lines))
         self.console.print(f"[cyan]{escape(text)}[/]", soft_wrap=True)
 
-    def say(self, text: str) -> None:
-        """Print a line or two, in rich's markup."""
-        self.show(text)
-
     def show(self, item: RenderableType) -> None:
-        """Print anything, under the heading."""
+        """Print a line or two in rich's markup, or anything else, under the heading."""
         self.console.print(Padding(item, (0, 0, 0, INDENT), expand=False))
 
     def draw(self, draw_on: Callable[[Console], None]) -> None:
@@ -114,6 +110,6 @@ class Screen:
             quarter = int(4 * done / total) if total else 4
             if quarter > shown[0]:
                 shown[0] = quarter
-                self.say(f"[dim]{what}  {min(100, round(100 * done / total))} %  {note}[/]")
+                self.show(f"[dim]{what}  {min(100, round(100 * done / total))} %  {note}[/]")
 
         return advance

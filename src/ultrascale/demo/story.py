@@ -12,11 +12,12 @@ from __future__ import annotations
 import fcntl
 import json
 import logging
+import re
 import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -78,17 +79,13 @@ class Demo:
     def run_folder(self) -> Path:
         return self.folder / "run"
 
-    def claim(self, claim: Claim) -> None:
-        """Add a claim to the closing table."""
-        self.claims.append(claim)
-
 
 def run_demo(folder: Path, screen: Screen) -> Demo:
     """Run the whole demo in `folder`. Raises DemoError if it cannot continue."""
     library = library_folder()
     with demo_folder(folder):
         demo = Demo(folder, screen)
-        screen.say("[dim]No GPU, no network: a language model from text to export, on two processes of this machine.[/]")
+        screen.show("[dim]No GPU, no network: a language model from text to export, on two processes of this machine.[/]")
         with screen.stage("Text: Python's own standard library"):
             entropy = _text(demo, library)
         with screen.stage("Plan: predicted memory and time"):
@@ -124,7 +121,7 @@ def _text(demo: Demo, library: Path) -> float:
         made = _prepare(demo, library, data)
     assert made.validation is not None
     entropy = unigram_entropy(data / "validation")
-    screen.say(
+    screen.show(
         f"{made.manifest.tokens:,} tokens of {made.manifest.documents} files to train on, {made.validation.tokens:,} of "
         f"{made.validation.documents} files held out; a byte-level BPE of {made.manifest.tokenizer.vocab_size:,} tokens."
     )
@@ -155,8 +152,8 @@ def _plan(demo: Demo) -> tuple[Run, float]:
     screen.command("plan", str(demo.run_file))
     screen.draw(lambda console: show_plan(plan, console))
     rates = ", ".join(f"{name} {format_flops_per_second(r)}" for name, r in rehearsal.flops_per_second.items())
-    screen.say(f"\nRehearsed here, a process reaches {rates}: so {precision}.")
-    screen.say(
+    screen.show(f"\nRehearsed here, a process reaches {rates}: so {precision}.")
+    screen.show(
         f"A step of {format_count(run.batch.sequences_per_batch * run.batch.sequence_length)} tokens should take [bold]"
         f"{format_seconds(seconds)}[/], and {run.steps} of them fit the time that the demo has."
     )
@@ -168,28 +165,28 @@ def _prove(demo: Demo, run: Run) -> None:
     for flags, prove in (([], prove_layouts), (["--own-layout", "--plant", "all"], plant_faults)):
         screen.command("check", str(demo.run_file), *flags)
         claim = prove(run)
-        demo.claim(claim)
-        screen.say(f"{claim.number}.")
+        demo.claims.append(claim)
+        screen.show(f"{claim.number}.")
         for fault, parameter in claim.facts.get("seen", {}).items():
-            screen.say(f"[dim]  {fault:<15} {f'seen in the gradient of {parameter}' if parameter else 'MISSED'}[/]")
+            screen.show(f"[dim]  {fault:<15} {f'seen in the gradient of {parameter}' if parameter else 'MISSED'}[/]")
 
 
 def _train(demo: Demo, run: Run) -> None:
     screen, log = demo.screen, demo.folder / "training.log"
     every = run.steps // SAVES
     screen.command("train", str(demo.run_file), "--processes", str(PROCESSES))
-    screen.say(f"[dim]What it says goes to {log}. After step {2 * every + LATE_STEPS} one process gets SIGKILL.[/]")
+    screen.show(f"[dim]What it says goes to {log}. After step {2 * every + LATE_STEPS} one process gets SIGKILL.[/]")
     with screen.bar("training", run.steps) as advance:
         cut = train_and_kill(
             demo.run_file, demo.run_folder, processes=PROCESSES, kill_at=2 * every + LATE_STEPS, log=log,
             watch=lambda rows: advance(*_progress(rows, run)),
         )  # fmt: skip
     equal = "all with the losses of before, to the last bit" if cut.same_losses else "with other losses than before"
-    screen.say(
+    screen.show(
         f"Process {cut.killed_pid} was killed after step {cut.steps_before}. The run went on by itself from the checkpoint of "
         f"step {cut.resumed_at}: back at work after {cut.recovery_seconds:.1f} s, {cut.steps_redone} steps redone, {equal}."
     )
-    demo.claim(
+    demo.claims.append(
         judged(
             "a run survives SIGKILL",
             f"back after {cut.recovery_seconds:.1f} s, {cut.steps_redone} steps redone, losses "
@@ -213,10 +210,12 @@ def _progress(rows: list[dict[str, Any]], run: Run) -> tuple[float, str]:
 def _compare(demo: Demo, planned: float, rows: list[dict[str, Any]], memory: dict[str, Any]) -> None:
     screen = demo.screen
     table = comparison_table([Difference(**row) for row in memory["by_category"]])
-    screen.say("[dim]Live bytes of rank 0's tensors, counted over the first four steps; differences in percent of the peak.[/]")
+    screen.show(
+        "[dim]Live bytes of rank 0's tensors, counted over the first four steps; differences in percent of the peak.[/]"
+    )
     screen.show(table)
     percent = memory["difference_percent"]
-    demo.claim(
+    demo.claims.append(
         judged(
             "peak memory is as planned",
             f"{format_bytes(memory['planned_peak_bytes'])} planned, {format_bytes(memory['measured_peak_bytes'])} measured: "
@@ -228,10 +227,10 @@ def _compare(demo: Demo, planned: float, rows: list[dict[str, Any]], memory: dic
     measured = median(row["perf/step_s"] for row in rows if row.get("perf/step_s"))
     off = _signed(100 * (planned / measured - 1), 0)
     number = f"{format_seconds(planned)} planned, {format_seconds(measured)} measured: {off} %"
-    screen.say(f"\nA step: {number}. [dim]Not in the plan: {_NOT_PLANNED}.[/]")
+    screen.show(f"\nA step: {number}. [dim]Not in the plan: {_NOT_PLANNED}.[/]")
     facts = {"planned_seconds": planned, "measured_seconds": measured}
     verdict = "holds" if abs(planned / measured - 1) <= STEP_PERCENT / 100 else "missed"
-    demo.claim(Claim("a step takes as long as planned", number, verdict, facts))
+    demo.claims.append(Claim("a step takes as long as planned", number, verdict, facts))
 
 
 _NOT_PLANNED = "communication, the optimizer, and other work on this machine"
@@ -243,12 +242,12 @@ def _loss(demo: Demo, rows: list[dict[str, Any]], entropy: float) -> None:
     losses = [row["train/loss"] for row in rows if "train/loss" in row]
     width = min(PICTURE_WIDTH, demo.screen.console.width - 2 * INDENT - 8)
     demo.screen.show(Text(loss_curve(losses, width=width, marks=marks)))
-    demo.screen.say(
+    demo.screen.show(
         f"Knowing only how often each token occurs costs [bold]{entropy:.2f}[/] nats a token of the held-out text (its unigram "
         f"entropy).\nThe model, which has never seen that text, needs [bold]{held_out:.2f}[/]; it began at "
         f"{rows[0]['train/loss']:.2f}."
     )
-    demo.claim(
+    demo.claims.append(
         judged(
             "the loss is well below the unigram entropy",
             f"{held_out:.2f} nats on held-out text, entropy {entropy:.2f}",
@@ -273,15 +272,15 @@ def _export(demo: Demo, run: Run) -> None:
     screen, target = demo.screen, demo.folder / "exported"
     screen.command("export", str(demo.run_folder), str(target))
     for claim in (export_newest(demo.run_folder, target), compare_with_transformers(target, run)):
-        demo.claim(claim)
-        screen.say(f"{claim.text[0].upper()}{claim.text[1:]}: {claim.number}.")
+        demo.claims.append(claim)
+        screen.show(f"{claim.text[0].upper()}{claim.text[1:]}: {claim.number}.")
 
 
 def _plots(demo: Demo, rows: list[dict[str, Any]], memory: dict[str, Any], entropy: float) -> None:
     text = "loss, memory and speed as pictures"
     if find_spec("matplotlib") is None:
-        demo.claim(Claim(text, "matplotlib is not installed: pip install matplotlib", "skipped"))
-        demo.screen.say("Skipped: matplotlib is not installed (pip install matplotlib).")
+        demo.claims.append(Claim(text, "matplotlib is not installed: pip install matplotlib", "skipped"))
+        demo.screen.show("Skipped: matplotlib is not installed (pip install matplotlib).")
         return
     logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it reports its search for fonts
     written = plot_run(
@@ -290,9 +289,11 @@ def _plots(demo: Demo, rows: list[dict[str, Any]], memory: dict[str, Any], entro
         marks=marks_of(demo.run_folder),
     )  # fmt: skip
     for path in written:
-        demo.screen.say(str(path))
+        demo.screen.show(str(path))
     good = len(written) == 3 and all(path.stat().st_size > 0 for path in written)
-    demo.claim(judged(text, f"{len(written)} PNGs in {demo.folder / 'plots'}", good, files=[str(path) for path in written]))
+    demo.claims.append(
+        judged(text, f"{len(written)} PNGs in {demo.folder / 'plots'}", good, files=[str(path) for path in written])
+    )
 
 
 def _close(demo: Demo) -> None:
@@ -300,14 +301,15 @@ def _close(demo: Demo) -> None:
     seconds, screen = time.perf_counter() - demo.started, demo.screen
     screen.console.print("\n[bold]In short[/]")
     screen.claims(demo.claims)
-    spent = "  ".join(f"{_first_word(title)} {stage_seconds:.0f}" for title, stage_seconds in screen.spent.items())
-    screen.say(f"\n[dim]{format_seconds(seconds)} in all. Seconds by stage: {spent}[/]\n")
-    screen.say(f"Everything is in [bold]{demo.folder}[/]. To look around:")
+    first_words = {re.split("[:,]", title)[0].lower(): seconds_of_stage for title, seconds_of_stage in screen.spent.items()}
+    spent = "  ".join(f"{word} {seconds_of_stage:.0f}" for word, seconds_of_stage in first_words.items())
+    screen.show(f"\n[dim]{format_seconds(seconds)} in all. Seconds by stage: {spent}[/]\n")
+    screen.show(f"Everything is in [bold]{demo.folder}[/]. To look around:")
     screen.command("show", str(demo.run_file))
     screen.command("report", str(demo.run_folder))
     screen.command("checkpoint", "list", str(demo.run_folder))
     screen.command("generate", str(demo.run_folder), "--prompt", "import ")
-    screen.say("\nNext, your own text: a folder of files, and the same run on it.")
+    screen.show("\nNext, your own text: a folder of files, and the same run on it.")
     prepared = str(demo.folder / "mine")
     screen.command(
         "data", "prepare", "YOUR_FOLDER", "--train-tokenizer", str(VOCABULARY), "--validation-fraction", "0.05",
@@ -318,7 +320,7 @@ def _close(demo: Demo) -> None:
     summary = {
         "seconds": seconds,
         "stage_seconds": screen.spent,
-        "claims": [claim.to_json() for claim in demo.claims],
+        "claims": [asdict(claim) for claim in demo.claims],
     }
     (demo.folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
 
@@ -327,10 +329,6 @@ def _signed(value: float, decimals: int) -> str:
     """`+3.1`, `-0.2`, and plain `0.0` for what rounds to nothing."""
     rounded = round(value, decimals)
     return f"{rounded:+.{decimals}f}" if rounded else f"{0:.{decimals}f}"
-
-
-def _first_word(title: str) -> str:
-    return title.partition(":")[0].partition(",")[0].lower()
 
 
 _BLOCK = 1 << 20

@@ -13,7 +13,7 @@ points   one quantity against another, on the diagonal if they agree
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -63,7 +63,7 @@ def trace_document(trace: Mapping[str, Any]) -> Document:
         _section("Live memory by category", "Operation after operation; each moment is the highest of its stretch.", {
             "kind": "areas", "names": names, "colours": [COLOURS[name] for name in names], "marks": marks,
             "rows": [[row["bytes"].get(name, 0) for name in names] for row in timeline],
-            "top": _number(max((sum(row["bytes"].values()) for row in timeline), default=0), format_bytes),
+            "top": number(max((sum(row["bytes"].values()) for row in timeline), default=0), format_bytes),
         }),
         _section("Memory, traced and planned", "Each category at its own peak.",
                  _table(COMPARED, [_compared(row, format_bytes) for row in compared["memory"]])),
@@ -205,7 +205,8 @@ def _section(title: str, about: str, part: dict[str, Any] | None) -> dict[str, A
     return None if part is None or part.get("rows") == [] else {"title": title, "about": about, "part": part}
 
 
-def _number(value: float, text: Any) -> dict[str, Any]:
+def number(value: float, text: Callable[[float], str]) -> dict[str, Any]:
+    """A number and its text."""
     return {"value": value, "text": text(value)}
 
 
@@ -215,7 +216,7 @@ def _table(columns: list[str], rows: list[list[str]]) -> dict[str, Any]:
 
 def _bar(label: str, parts: Iterable[tuple[str, str, float]], text: Any, note: str = "") -> dict[str, Any]:
     """A bar; `parts`: category, name and value of each part."""
-    segments = [{"colour": COLOURS.get(key, 7), "label": name, **_number(value, text)} for key, name, value in parts]
+    segments = [{"colour": COLOURS.get(key, 7), "label": name, **number(value, text)} for key, name, value in parts]
     total = text(sum(segment["value"] for segment in segments))
     return {"label": label, "parts": segments, "text": f"{total}, {note}" if note else total}
 

@@ -18,6 +18,7 @@ from ultrascale.description.architecture.weights import num_parameters
 from ultrascale.description.problems import SpecError
 from ultrascale.description.schedules import SCHEDULES
 from ultrascale.description.units import count_of, format_bytes, format_count, format_seconds
+from ultrascale.page.documents import number
 from ultrascale.page.ranked import ranking, reasons, scaling_rows, settings_of
 from ultrascale.page.step.ranks import rank_memories
 from ultrascale.page.step.roofline import operation_costs, peak_flops
@@ -113,10 +114,6 @@ def _rest(planned: PagePlan) -> dict[str, Any]:
     return document
 
 
-def _number(value: float, text: str) -> dict[str, Any]:
-    return {"value": value, "text": text}
-
-
 def _title(chosen: RunPlan) -> dict[str, str]:
     model, cluster = chosen.run.model, chosen.cluster
     nodes = f", {count_of(cluster.num_nodes, 'node')}" if cluster.num_nodes > 1 else ""
@@ -192,16 +189,16 @@ def _memory(planned: PagePlan) -> dict[str, Any]:
         is_chosen = stage == chosen.run.layout.zero_stage
         parts = _parts(plan.prediction.memory, plan.needed_bytes)
         bars.append({"label": f"ZeRO {stage}", "chosen": is_chosen, "fits": plan.fits, "parts": parts}
-                    | _number(plan.needed_bytes, format_bytes(plan.needed_bytes))
+                    | number(plan.needed_bytes, format_bytes)
                     | {"step": format_seconds(plan.prediction.step_seconds), "zero_stage": stage})  # fmt: skip
     ranks = []
     for name, categories in rank_memories(chosen.prediction) if chosen.prediction is not None else ():
         total = sum(categories.values())
-        ranks.append({"label": name, "parts": _known_parts(categories)} | _number(total, format_bytes(total)))
+        ranks.append({"label": name, "parts": _known_parts(categories)} | number(total, format_bytes))
     capacity, usable = chosen.capacity_bytes, chosen.usable_bytes
     return {
-        "bars": bars, "ranks": ranks, "capacity": _number(capacity, format_bytes(capacity)),
-        "usable": _number(usable, format_bytes(usable)),
+        "bars": bars, "ranks": ranks, "capacity": number(capacity, format_bytes),
+        "usable": number(usable, format_bytes),
         "legend": [{"name": name, "label": label, "note": note} for name, (label, _, note) in FOOTPRINT.items()],
     }  # fmt: skip
 
@@ -237,9 +234,7 @@ def _parts(memory: Footprint, needed: int) -> list[dict[str, Any]]:
 
 def _known_parts(known: dict[str, float]) -> list[dict[str, Any]]:
     return [
-        {"name": name, "label": FOOTPRINT[name][0], **_number(value, format_bytes(value))}
-        for name, value in known.items()
-        if value
+        {"name": name, "label": FOOTPRINT[name][0], **number(value, format_bytes)} for name, value in known.items() if value
     ]
 
 
@@ -247,7 +242,7 @@ def _waterfall(prediction: Prediction) -> list[dict[str, Any]]:
     """Waterfall of the step's time, in the planner's order; `axis`: the axis of a communication."""
     return [
         {"name": name, "label": TIMES[name][0], "share": f"{seconds / prediction.step_seconds:.1%}", "axis": AXES.get(name, ""),
-         **_number(seconds, format_seconds(seconds))}
+         **number(seconds, format_seconds)}
         for name, seconds in prediction.waterfall.items() if seconds > 0
     ]  # fmt: skip
 
@@ -271,8 +266,8 @@ def _roofline(prediction: Prediction) -> dict[str, Any] | None:
             "bound": "compute" if op.flops and bound == peak else "memory", "reached": f"{reached:.0%}",
         })  # fmt: skip
     return {
-        "rows": rows, "peak": _number(peak, f"{peak / 1e12:,.0f} TFLOP/s"),
-        "bandwidth": _number(bandwidth, f"{bandwidth / 1e12:.2f} TB/s"), "device": accelerator.title,
+        "rows": rows, "peak": {"value": peak, "text": f"{peak / 1e12:,.0f} TFLOP/s"},
+        "bandwidth": {"value": bandwidth, "text": f"{bandwidth / 1e12:.2f} TB/s"}, "device": accelerator.title,
         "ridge": f"{peak / bandwidth:,.0f} FLOP/B", "account": _account(prediction, [op.seconds for op in work]),
     }  # fmt: skip
 
@@ -288,8 +283,8 @@ def _account(prediction: Prediction, seconds: list[float]) -> dict[str, Any]:
         "slowed by communication that overlaps": compute - gaps - sum(seconds),
     }
     listed = {name: value for name, value in parts.items() if value >= LEAST_LISTED * compute}
-    return _number(compute, format_seconds(compute)) | {
-        "parts": [{"label": name, **_number(value, format_seconds(value))} for name, value in listed.items()]
+    return number(compute, format_seconds) | {
+        "parts": [{"label": name, **number(value, format_seconds)} for name, value in listed.items()]
     }
 
 
@@ -307,7 +302,7 @@ def _sent(chosen: RunPlan) -> dict[str, Any]:
         "note": note, "rank": rank,
         "rows": [
             {"axis": row.axis, "kind": row.kind, "group": f"{row.group:,}", "over": row.over, "count": f"{row.count:,}",
-             **_number(row.num_bytes, format_bytes(row.num_bytes))}
+             **number(row.num_bytes, format_bytes)}
             for row in rows
         ],
     }  # fmt: skip
@@ -324,7 +319,7 @@ def _schedule(prediction: Prediction) -> dict[str, Any] | None:
     about = timeline.to_json()
     return {
         "title": f"{layout.schedule} on {layout.pp} ranks{of}: the bubble is {timeline.bubble_fraction:.1%} of what is drawn",
-        **_number(timeline.step_seconds, format_seconds(timeline.step_seconds)),
+        **number(timeline.step_seconds, format_seconds),
         "ranks": [
             {"rank": row["rank"], "idle": f"{row['bubble_seconds'] / timeline.step_seconds:.1%}", "kept": row["in_flight"],
              "actions": [[name, round(start, 9), round(end, 9)] for name, start, end in row["actions"]]}

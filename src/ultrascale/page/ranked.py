@@ -6,6 +6,7 @@ from typing import Any
 
 from ultrascale.config.rules.trainable import untrainable
 from ultrascale.description.units import count_of, format_bytes, format_seconds
+from ultrascale.page.documents import number
 from ultrascale.plan.report import step_interval
 from ultrascale.plan.search.explain import binding, marginals
 from ultrascale.plan.search.search import TIE, SearchResult, distinct, expected_seconds
@@ -33,21 +34,18 @@ def ranking(result: SearchResult) -> dict[str, Any]:
 
 
 def _row(prediction: Prediction, result: SearchResult, *, ours: bool) -> dict[str, Any]:
-    need, memory = float(prediction.memory.needed), prediction.memory
     low, high = step_interval(prediction)
-    headroom = float(memory.headroom)
     layout = prediction.layout
-    runs = ours and not untrainable(prediction.workload.model, layout)
     return {
         "layout": layout_words(layout, prediction.num_micro_batches),
         "settings": settings_of(prediction),
         "tied": bool(result.ranked) and expected_seconds(prediction) <= expected_seconds(result.ranked[0]) * (1 + TIE),
-        "runs": runs,
-        "step": {"value": prediction.step_seconds, "text": format_seconds(prediction.step_seconds)},
+        "runs": ours and not untrainable(prediction.workload.model, layout),
+        "step": number(prediction.step_seconds, format_seconds),
         "interval": f"{format_seconds(low)} to {format_seconds(high)}",
         "mfu": f"{prediction.mfu():.1%}",
-        "memory": {"value": need, "text": format_bytes(need)},
-        "headroom": {"value": headroom, "text": format_bytes(headroom)},
+        "memory": number(float(prediction.memory.needed), format_bytes),
+        "headroom": number(float(prediction.memory.headroom), format_bytes),
     }
 
 

@@ -12,7 +12,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -48,42 +47,41 @@ others."""
 class RowPrediction:
     """Prediction for a row. Fields are None if the row cannot be represented or cannot run; `reason` explains it."""
 
-    step_seconds: float | None
-    low: float | None
-    high: float | None
-    tokens_per_second_per_gpu: float | None
-    flops_per_second_per_gpu: float | None
+    step_seconds: float | None = None
+    low: float | None = None
+    high: float | None = None
+    tokens_per_second_per_gpu: float | None = None
+    flops_per_second_per_gpu: float | None = None
     """FLOP/s per GPU by the row's convention."""
-    mfu: float | None
+    mfu: float | None = None
     """MFU: that rate over the accelerator's dense peak in the row's precision."""
-    allocated_bytes: float | None
-    reserved_bytes: float | None
-    fits: bool | None
-    needed_share: float | None
+    allocated_bytes: float | None = None
+    reserved_bytes: float | None = None
+    fits: bool | None = None
+    needed_share: float | None = None
     """Needed fraction of the device's memory: `Footprint.needed`."""
-    kind: str
+    kind: str = ""
     """Group whose errors determine its interval: `intervals.kind_of`."""
-    reason: str
+    reason: str = ""
 
 
 def predict_rows(rows: Sequence[RunConfig], tuning: Tuning = TUNING) -> list[RowPrediction]:
     """A prediction for every row, in order."""
-    predictions: list[RowPrediction | None] = [None] * len(rows)
+    predictions = [RowPrediction()] * len(rows)
     groups: dict[str, list[tuple[int, Setup]]] = defaultdict(list)  # by everything except open settings
     for index, row in enumerate(rows):
         try:
             setup = setup_of(row, tuning)
         except UnrepresentableError as error:
-            predictions[index] = _without(str(error), fits=False if isinstance(error, UnrunnableError) else None)
+            predictions[index] = RowPrediction(fits=False if isinstance(error, UnrunnableError) else None, reason=str(error))
         except _BROKEN as error:
-            predictions[index] = _without(f"cannot be described: {error}")
+            predictions[index] = RowPrediction(reason=f"cannot be described: {error}")
         else:
             groups[repr(setup.workloads)].append((index, setup))
     for group in groups.values():
         for (index, _), prediction in zip(group, _price([setup for _, setup in group], tuning.constants), strict=True):
             predictions[index] = prediction
-    assert all(row_prediction is not None for row_prediction in predictions)
-    return [row_prediction for row_prediction in predictions if row_prediction is not None]
+    return predictions
 
 
 def write_predictions(path: str | Path, rows: Sequence[MeasuredRow], predictions: Sequence[RowPrediction]) -> None:
@@ -101,33 +99,24 @@ def write_predictions(path: str | Path, rows: Sequence[MeasuredRow], predictions
 
 def _price(setups: list[Setup], constants: Constants) -> list[RowPrediction]:
     """Predictions for rows of equal workloads."""
-    workloads, ends = setups[0].workloads, np.cumsum([len(setup.layouts) for setup in setups])
+    ends = np.cumsum([len(setup.layouts) for setup in setups])
     try:
         layouts = [layout for setup in setups for layout in setup.layouts]
-        prices = [_priced(workload, layouts, constants) for workload in workloads]
+        prices = np.array([_priced(workload, layouts, constants) for workload in setups[0].workloads])
         return [
-            _choose(setup, prices, np.arange(end - len(setup.layouts), end), constants)
+            _choose(setup, prices[..., end - len(setup.layouts) : end], constants)
             for setup, end in zip(setups, ends, strict=True)
         ]
     except _BROKEN as error:
         if len(setups) > 1:
             return [prediction for setup in setups for prediction in _price([setup], constants)]
-        return [_without(f"cannot be priced: {error}")]
+        return [RowPrediction(reason=f"cannot be priced: {error}")]
 
 
-class _Prices(NamedTuple):
-    """Columns, one number per layout."""
-
-    step_seconds: np.ndarray
-    fits: np.ndarray
-    runs: np.ndarray
-    """True if the needed bytes are below the device's memory, without headroom, since the row was run."""
-    needed: np.ndarray
-    """Needed bytes: `Footprint.needed`."""
-
-
-def _priced(workload: Workload, layouts: Sequence[Layout], constants: Constants) -> _Prices:
-    """Prices of the layouts: those that recompute named modules one by one, all others in one table."""
+def _priced(workload: Workload, layouts: Sequence[Layout], constants: Constants) -> np.ndarray:
+    """[4, layouts]: seconds of a step; 1 if it fits; 1 if it runs, its needed bytes being below the device's memory, without
+    headroom; and the needed bytes (`Footprint.needed`). Layouts that recompute named modules are priced one by one, all others
+    in one table."""
     alone = np.array([is_modules(layout.recompute) for layout in layouts])
     columns = np.zeros((4, len(layouts)))
     for index in (np.flatnonzero(~alone), *np.flatnonzero(alone)[:, None]):
@@ -136,19 +125,16 @@ def _priced(workload: Workload, layouts: Sequence[Layout], constants: Constants)
             memory = prices.memory
             runs = memory.needed <= memory.capacity
             columns[:, index] = prices.step_seconds, prices.fits, runs, memory.needed
-    return _Prices(columns[0], columns[1] > 0, columns[2] > 0, columns[3])
+    return columns
 
 
-def _choose(setup: Setup, prices: Sequence[_Prices], rows: np.ndarray, constants: Constants) -> RowPrediction:
+def _choose(setup: Setup, prices: np.ndarray, constants: Constants) -> RowPrediction:
     """The fastest that fits among all programs and layouts that a row may refer to; else the fastest that runs; else the one
-    that needs least memory."""
-    seconds = np.array([program_prices.step_seconds[rows] for program_prices in prices])
-    fits = np.array([program_prices.fits[rows] for program_prices in prices])
-    runs = np.array([program_prices.runs[rows] for program_prices in prices])
-    needed = np.array([program_prices.needed[rows] for program_prices in prices])
+    that needs least memory. `prices`: [programs, 4, layouts], as of `_priced`."""
+    seconds, fits, runs, needed = prices.swapaxes(0, 1)
     while True:
         candidates = np.flatnonzero(fits if fits.any() else runs if runs.any() else needed == needed.min())
-        program, best = divmod(int(candidates[seconds.flat[candidates].argmin()]), len(rows))
+        program, best = divmod(int(candidates[seconds.flat[candidates].argmin()]), len(setup.layouts))
         step = float(seconds[program, best])
         if not 0 < step < math.inf:
             raise ArithmeticError(f"its step would take {step:g} seconds")
@@ -197,10 +183,6 @@ def _peak(workload: Workload, layout: Layout) -> float:
     if layout.precision in NARROW and narrow in accelerator.peak_flops:
         return accelerator.peak_flops_per_second(narrow)
     return half_precision_peak(accelerator)
-
-
-def _without(reason: str, fits: bool | None = None) -> RowPrediction:
-    return RowPrediction(None, None, None, None, None, None, None, None, fits, None, "", reason)
 
 
 def _gib(num_bytes: float | None) -> float | None:

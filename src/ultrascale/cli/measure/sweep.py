@@ -7,15 +7,19 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from signal import SIGTERM
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ultrascale.api.sweep import Sweep, SweepGrid, SweepOptions, answer
 from ultrascale.cli.terminal.parse import parse_with_overrides
 from ultrascale.cli.terminal.screen import console_for_people, ending_like_ctrl_c, print_json
+from ultrascale.console import plain_table
 from ultrascale.description.units import count_of, format_bytes, format_seconds, format_share
 from ultrascale.sweep.accuracy import Held, MeasuredCell
 from ultrascale.sweep.cells import CellPlace
 from ultrascale.sweep.grid import Axis, SweepCell, names_of, split_axes
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 MOST_REFUSED = 8
 """Most reasons printed."""
@@ -67,7 +71,6 @@ def words_of(cell: SweepCell) -> str:
 
 
 def _show(sweep: Sweep, top: int, html: Path | None) -> None:
-
     console, measured = console_for_people(), sweep.measured
     if measured and top:
         console.print()
@@ -84,14 +87,10 @@ def _show(sweep: Sweep, top: int, html: Path | None) -> None:
         console.print(f"next  ultrascale train {shlex.quote(str(measured[0].place.run_file))}", soft_wrap=True)
 
 
-def _table(axes: Sequence[Axis], measured: Sequence[MeasuredCell]):
-    from rich.table import Table
-
+def _table(axes: Sequence[Axis], measured: Sequence[MeasuredCell]) -> Table:
     planned_time = any(cell.planned_step_seconds is not None for cell in measured)
-    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
     columns = ["", "step", *(["planned"] if planned_time else []), "tokens/s a rank", "MFU", "memory", "planned"]
-    for column in (*columns, *names_of(axes)):
-        table.add_column(column, justify="right")
+    table = plain_table(*columns, *names_of(axes), left=(), padding=(0, 2, 0, 0))
     for number, cell in enumerate(measured, start=1):
         memory = "" if cell.measured_peak_bytes is None else format_bytes(cell.measured_peak_bytes)
         time = [] if not planned_time else [format_seconds(cell.planned_step_seconds) if cell.planned_step_seconds else ""]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from rich.table import Table
 from rich.text import Text
 
 from ultrascale.api.planning.plan import answer
 from ultrascale.api.planning.plan_request import PlanRequest
 from ultrascale.api.planning.plan_result import Comparison, value_words
 from ultrascale.cli.terminal.screen import console_for_people, print_json
+from ultrascale.console import plain_table
 from ultrascale.description.problems import mistake
 from ultrascale.description.units import format_bytes
 
@@ -42,7 +42,8 @@ def _request_of_file(request: PlanRequest, file: str) -> PlanRequest:
 
 def _show(comparison: Comparison, first: str, second: str) -> None:
     console = console_for_people()
-    quantities, settings = _table("", "a", "b", "b / a"), _table("", "a", "b")
+    style = {"left": ("",), "folds": True, "padding": (0, 2, 0, 0)}
+    quantities, settings = plain_table("", "a", "b", "b / a", **style), plain_table("", "a", "b", **style)
     for quantity in comparison.rows():
         ratio = quantity["b_over_a"]
         if ratio is not None and abs(ratio - 1) < SAME:
@@ -60,10 +61,3 @@ def _show(comparison: Comparison, first: str, second: str) -> None:
     for name, plan in (("a", comparison.a), ("b", comparison.b)):
         if not plan.fits:
             console.print(f"{name} does not fit: {format_bytes(-plan.headroom_bytes)} too much.")
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
-    for index, name in enumerate(columns):
-        table.add_column(name, justify="right" if index else "left", overflow="fold")
-    return table

@@ -92,12 +92,16 @@ def _show(report: ValidationReport, out: Path | None) -> None:
 
     console = console_for_people()
     console.print(f"[bold]{report.rows:,} runs[/bold], {report.rows - len(report.unrepresentable):,} predicted blind")
-    for name, groups in report.time.items():
-        _print(console, _errors(f"step time: {name}", groups))
-    _print(console, _errors("FLOP/s of runs that print no time", report.rate))
-    _print(console, _errors("peak memory, by instrument", report.memory))
-    _print(console, _picks(report.picks))
-    _print(console, _verdicts(report.verdicts))
+    errors = {f"step time: {name}": groups for name, groups in report.time.items()}
+    errors |= {"FLOP/s of runs that print no time": report.rate, "peak memory, by instrument": report.memory}
+    tables = [_errors(title, groups) for title, groups in errors.items() if groups]
+    if report.picks:
+        tables.append(_picks(report.picks))
+    if report.verdicts:
+        tables.append(_verdicts(report.verdicts))
+    for table in tables:
+        console.print()
+        console.print(table)
     _print_rows_without(console, report.unrepresentable)
     if out is not None:
         console.print(f"\npredictions: {out}", soft_wrap=True)
@@ -118,12 +122,6 @@ def _print_rows_without(console, rows: list[tuple[str, str]]) -> None:
         console.print(f"  and {len(reasons) - MOST_REASONS:,} more reasons")
 
 
-def _print(console, table: Table | None) -> None:
-    if table is not None:
-        console.print()
-        console.print(table)
-
-
 def _table(title: str, names: list[str], *columns: str) -> Table:
     from rich.table import Table
 
@@ -135,9 +133,7 @@ def _table(title: str, names: list[str], *columns: str) -> Table:
     return table
 
 
-def _errors(title: str, groups: list[Errors]) -> Table | None:
-    if not groups:
-        return None
+def _errors(title: str, groups: list[Errors]) -> Table:
     table = _table(
         title, [errors.group for errors in groups], "rows", "median |e|", "mean |e|", "bias", "p90 |e|", "in interval"
     )
@@ -153,9 +149,7 @@ def _errors(title: str, groups: list[Errors]) -> Table | None:
     return table
 
 
-def _picks(groups: list[Picks]) -> Table | None:
-    if not groups:
-        return None
+def _picks(groups: list[Picks]) -> Table:
     names = [picks.group for picks in groups]
     columns = ("cells", "rows", "Kendall tau", "regret", "mean", "p90")
     table = _table("picks within cells of equal model, GPUs and batch", names, *columns)
@@ -165,9 +159,7 @@ def _picks(groups: list[Picks]) -> Table | None:
     return table
 
 
-def _verdicts(groups: list[Verdicts]) -> Table | None:
-    if not groups:
-        return None
+def _verdicts(groups: list[Verdicts]) -> Table:
     columns = ("ran: fits", "ran: too large", "failed: too large", "failed: fits", "caught", "false alarms")
     table = _table("does it fit", [verdicts.group for verdicts in groups], *columns)
     for verdicts in groups:

@@ -19,6 +19,7 @@ from ultrascale.config.resolve import Resolved, resolve
 from ultrascale.config.rules.run_rules import run_notes
 from ultrascale.config.schema import leaves, setting_at
 from ultrascale.config.train_defaults import train_defaults
+from ultrascale.console import plain_table
 from ultrascale.description.problems import mistake
 from ultrascale.description.run import Run
 from ultrascale.description.units import format_bytes, format_bytes_per_second, format_count, format_flops_per_second
@@ -126,9 +127,7 @@ def show_run(resolved: Resolved, *, every: bool, as_json: bool) -> None:
         document = {"run": asdict(resolved.run), "launch": asdict(resolved.launch), "provenance": resolved.provenance}
         print_json(document | {"notes": run_notes(resolved.run)}, "run", indent=2)
         return
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for column in ("key", "value", "from"):
-        table.add_column(column, overflow="fold", no_wrap=column != "value")  # a file and its line in one piece
+    table = plain_table("key", "value", "from", whole=("key", "from"), folds=True)  # a file and its line in one piece
     for key, value, origin in run_rows(resolved, every=every):
         table.add_row(key, value, origin, style="dim" if origin == "default" else "")
     console = console_for_people()
@@ -178,9 +177,8 @@ def models_catalogue(word: str = "", *, as_json: bool) -> None:
     if as_json:
         print_json({name: stamped("model", asdict(m) | _counts(m)) for name, m in presets.items()}, indent=2)
         return
-    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
-    for column in ("model", "size", "active", "layers", "hidden", "ffn", "heads/kv", "experts", "positions"):
-        table.add_column(column, no_wrap=True, justify="left" if column == "model" else "right")
+    columns = ("model", "size", "active", "layers", "hidden", "ffn", "heads/kv", "experts", "positions")
+    table = plain_table(*columns, left=("model",), whole=columns, padding=(0, 1, 0, 0))
     for name, m in presets.items():
         heads = "mla" if m.latent_attention else str(m.num_key_value_heads)
         experts = f"{m.num_experts_per_tok}/{m.num_experts}" if m.num_experts else ""
@@ -245,9 +243,8 @@ def clusters_catalogue(word: str = "", *, as_json: bool, sources: bool) -> None:
 
 
 def _accelerators_table(accelerators: list[Any]) -> Table:
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for column in ("accelerator", "", "memory", "bandwidth", "16-bit peak", "reached", "watts", "$/h"):
-        table.add_column(column, no_wrap=column == "accelerator", justify="right" if column in ("watts", "$/h") else "left")
+    columns = ("accelerator", "", "memory", "bandwidth", "16-bit peak", "reached", "watts", "$/h")
+    table = plain_table(*columns, left=columns[:-2], whole=("accelerator",))
     for item in accelerators:
         rate, fraction, peaks = item.memory_bytes_per_second, item.matmul_fraction, item.peak_flops
         table.add_row(
@@ -262,9 +259,7 @@ def _accelerators_table(accelerators: list[Any]) -> Table:
 
 
 def _nodes_table(nodes: dict[str, Any]) -> Table:
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for column in ("node", "accelerators", "inside, per accelerator", "network, per node"):
-        table.add_column(column, no_wrap=column == "node")
+    table = plain_table("node", "accelerators", "inside, per accelerator", "network, per node", whole=("node",))
     for item in nodes.values():
         links = (
             f"{format_bytes_per_second(link.bytes_per_second.value)}, {link.name}"
@@ -275,9 +270,7 @@ def _nodes_table(nodes: dict[str, Any]) -> Table:
 
 
 def _sources_table(accelerators: list[Any], nodes: dict[str, Any]) -> Table:
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for column in ("number", "value", "source", "date"):
-        table.add_column(column, overflow="fold")
+    table = plain_table("number", "value", "source", "date", folds=True)
 
     def add(name: str, number: Any) -> None:
         if number is not None:

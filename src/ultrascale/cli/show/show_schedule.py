@@ -14,6 +14,7 @@ from ultrascale.api.planning.plan_request import SHORT
 from ultrascale.api.schedule import ExecutedSchedule, Schedule, ScheduleOptions, Schedules, answer, play_all
 from ultrascale.cli.terminal.parse import parse_with_overrides
 from ultrascale.cli.terminal.screen import console_for_people, drawing_width, print_json
+from ultrascale.console import plain_table
 from ultrascale.description.units import count_of
 
 MOST_BLOCKS = 4
@@ -59,9 +60,7 @@ def _show_schedule(schedule: Schedule) -> None:
         for name, line in zip(names, block, strict=True):
             console.print(name.ljust(margin), line, sep="", soft_wrap=True)
         console.print()
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for column in ("rank", "stages", "computes", "bubble", "", "activations", "for W only"):
-        table.add_column(column, justify="left" if column == "stages" else "right")
+    table = plain_table("rank", "stages", "computes", "bubble", "", "activations", "for W only", left=("stages",))
     for row in schedule.rows():
         table.add_row(
             str(row["rank"]), ", ".join(map(str, row["stages"])), _number(row["busy_seconds"]), _number(row["bubble_seconds"]),
@@ -74,9 +73,8 @@ def _show_schedule(schedule: Schedule) -> None:
 
 def _show_schedules(schedules: Schedules) -> None:
     console = console_for_people()
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for column in ("schedule", "stages a rank", "weights", "step", "bubble", "activations kept", "messages"):
-        table.add_column(column, justify="left" if column == "schedule" else "right")
+    columns = ("schedule", "stages a rank", "weights", "step", "bubble", "activations kept", "messages")
+    table = plain_table(*columns, left=("schedule",))
     for row in schedules.rows():
         table.add_row(
             row["schedule"], str(row["stages_a_rank"]), f"{row['weights']}x", _number(row["step_seconds"]),
@@ -135,9 +133,7 @@ def show_executed(result: ExecutedSchedule) -> None:
 
 
 def _bubbles(pair: PlannedAndExecuted) -> Table:
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for column in ("rank", "bubble: planned", "executed"):
-        table.add_column(column, justify="right")
+    table = plain_table("rank", "bubble: planned", "executed", left=())
     for rank in range(len(pair.executed.schedule)):
         shares = (f"{timeline.bubble_seconds[rank] / timeline.step_seconds:.1%}" for timeline in pair)
         table.add_row(str(rank), *shares)

@@ -7,12 +7,12 @@ from typing import Annotated
 
 import tyro
 from rich.console import Console
-from rich.table import Table
 
 from ultrascale.api.schemas.stamp import stamped
 from ultrascale.catalogue.stacks.stack_files import StackFile, settings_of, stack_file, stack_names
 from ultrascale.cli.terminal.parse import parse
 from ultrascale.cli.terminal.screen import console_for_people, print_json
+from ultrascale.console import plain_table
 from ultrascale.description.problems import mistake
 
 
@@ -41,9 +41,7 @@ def stacks(
     if name:
         _show_stack(stack_file(name[0]), console)
         return 0
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for column in ("stack", "what it is", "as read from"):
-        table.add_column(column, overflow="fold")
+    table = plain_table("stack", "what it is", "as read from", folds=True)
     for stack in stack_names():
         table.add_row(stack, stack_file(stack).title, stack_file(stack).release)
     console.print(table)
@@ -57,9 +55,7 @@ def command(arguments: list[str]) -> int:
 
 def _show_stack(file: StackFile, console: Console) -> None:
     console.print(f"[bold]{file.title}[/bold]\n{file.release}\n", soft_wrap=True, markup=True)
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for column in ("setting", "value", "from"):
-        table.add_column(column, overflow="fold", no_wrap=column == "setting")
+    table = plain_table("setting", "value", "from", whole=("setting",), folds=True)
     for key, value in settings_of(file.stack).items():
         source = file.sources.get(key, "")
         table.add_row(f"stack.{key}", _text(value), source or "default", style="" if source else "dim")

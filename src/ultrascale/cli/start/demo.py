@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from signal import SIGHUP, SIGINT, SIGTERM
 
@@ -35,7 +36,7 @@ def demo(
     with ending_like_ctrl_c(SIGINT, SIGTERM, SIGHUP):  # Ctrl-C even if a shell ignores it, and a closed terminal
         outcome = run_demo(folder, Screen.on(stderr=json))
     if json:
-        document = {"folder": str(folder), "claims": [claim.to_json() for claim in outcome.claims]}
+        document = {"folder": str(folder), "claims": [asdict(claim) for claim in outcome.claims]}
         print_json(document, "demo")
     return 1 if any(claim.verdict == "fails" for claim in outcome.claims) else 0
 

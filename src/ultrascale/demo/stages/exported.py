@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 
-from ultrascale.data.loader import Loader
 from ultrascale.demo.claims import Claim, DemoError, judged
 from ultrascale.description.run import Run
 from ultrascale.models.files.huggingface import export_folder
@@ -38,7 +37,7 @@ def compare_with_transformers(folder: Path, run: Run) -> Claim:
     text = "transformers computes the same logits"
     if find_spec("transformers") is None:
         return Claim(text, "transformers is not installed: pip install transformers", "skipped")
-    tokens = torch.from_numpy(_held_out(run).read(range(4)).tokens)
+    tokens = torch.from_numpy(build_loader(run, run.data.validation).read(range(4)).tokens)
     theirs = _transformers_logits(folder, tokens)
     with torch.no_grad():
         ours = open_trained(folder).decoder(dtype=torch.float32)(tokens)
@@ -47,10 +46,6 @@ def compare_with_transformers(folder: Path, run: Run) -> Claim:
         text, f"largest difference {difference:.1e} of logits up to {largest:.1f}", difference <= TOLERANCE * largest,
         largest_difference=difference, largest_logit=largest,
     )  # fmt: skip
-
-
-def _held_out(run: Run) -> Loader:
-    return build_loader(run, run.data.validation)
 
 
 def _transformers_logits(folder: Path, tokens: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from html import escape
 from types import MappingProxyType
 from typing import NamedTuple
@@ -162,11 +162,8 @@ def draw_svg(
     ranks, height = len(timeline.schedule), _height(timeline)
     whole = timeline.step_seconds + sum(after.values())
     scale = (WIDTH - LEFT - RIGHT) / (span or whole)
-    tail = (
-        [(name, seconds, colour) for (name, seconds), colour in zip(after.items(), AFTER_COLOURS[-len(after) :], strict=True)]
-        if after
-        else []
-    )
+    colours = AFTER_COLOURS[len(AFTER_COLOURS) - len(after) :]
+    tail = [(name, seconds, colour) for (name, seconds), colour in zip(after.items(), colours, strict=True)]
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
         'font-family="Helvetica, Arial, sans-serif">',
@@ -184,7 +181,7 @@ def draw_svg(
     out += _svg_after(timeline, tail, scale)
     out += _axis(whole, scale, TOP + ranks * (ROW + GAP))
     out += _legend(timeline, height - 26, has_numbers=any(_has_room(box, scale) for box in drawn))
-    out += _legend_after(tail, height - 8)
+    out += _swatches([(colour, f"{name} {seconds:.3g} s") for name, seconds, colour in tail], height - 8)[0]
     return "\n".join([*out, "</svg>", ""])
 
 
@@ -247,13 +244,14 @@ def _svg_after(timeline: Timeline, tail: list[Part], scale: float) -> Iterator[s
         done += seconds
 
 
-def _legend_after(tail: list[Part], y: float) -> Iterator[str]:
-    x = float(LEFT)
-    for name, seconds, colour in tail:
-        text = f"{name} {seconds:.3g} s"
-        yield f'<rect x="{x}" y="{y - 10}" width="13" height="13" rx="2" fill="{colour}"/>'
-        yield f'<text x="{x + 19}" y="{y + 1}" font-size="12" fill="#1f2933">{escape(text)}</text>'
+def _swatches(entries: Iterable[tuple[str, str]], y: float) -> tuple[list[str], float]:
+    """Squares of these colours with their texts, side by side, and where the next would begin."""
+    x, out = float(LEFT), []
+    for fill, text in entries:
+        out.append(f'<rect x="{x}" y="{y - 10}" width="13" height="13" rx="2" fill="{fill}"/>')
+        out.append(f'<text x="{x + 19}" y="{y + 1}" font-size="12" fill="#1f2933">{escape(text)}</text>')
         x += 19 + 6.6 * len(text) + 26
+    return out, x
 
 
 def _axis(seconds: float, scale: float, y: float) -> Iterator[str]:
@@ -271,21 +269,17 @@ def _round_step(least: float) -> float:
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least * (1 - 1e-9))
 
 
-def _legend(timeline: Timeline, y: float, *, has_numbers: bool) -> Iterator[str]:
+def _legend(timeline: Timeline, y: float, *, has_numbers: bool) -> list[str]:
     """Legend of the kinds of action that occur."""
     parts = [part for row in timeline.schedule for action in row for part in action.parts]
     entries = [(COLOURS[kind], name) for kind, name in NAMES.items() if any(part.kind is kind for part in parts)]
-    x = float(LEFT)
-    for fill, name in [*entries, ("url(#idle)", "bubble")]:
-        yield f'<rect x="{x}" y="{y - 10}" width="13" height="13" rx="2" fill="{fill}"/>'
-        yield f'<text x="{x + 19}" y="{y + 1}" font-size="12" fill="#1f2933">{name}</text>'
-        x += 19 + 6.6 * len(name) + 26
+    swatches, x = _swatches([*entries, ("url(#idle)", "bubble")], y)
     notes = ["numbers: micro-batches"] if has_numbers else []
     if any(len({p.stage for a in row for p in a.parts}) > 1 for row in timeline.schedule):
         notes.append("lighter: a rank's later stages")
     if any(action.overlapped_with is not None for row in timeline.schedule for action in row):
         notes.append("one above the other: at the same time")
-    yield f'<text x="{x}" y="{y + 1}" font-size="12" fill="#6b7580">{"; ".join(notes)}</text>'
+    return [*swatches, f'<text x="{x}" y="{y + 1}" font-size="12" fill="#6b7580">{"; ".join(notes)}</text>']
 
 
 def _lighter(colour: str, share: float) -> str:
