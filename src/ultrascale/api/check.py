@@ -257,12 +257,9 @@ def answer(
     planted = options.plant is not None
     from ultrascale.check.prove import prove_all
 
-    verdicts = prove_all(todo, steps=steps, go_on=planted, on_verdict=progress(len(todo), _most_processes(todo)), **against)
+    on_verdict = progress(len(todo), max(case.run.layout.world_size for case in todo))
+    verdicts = prove_all(todo, steps=steps, go_on=planted, on_verdict=on_verdict, **against)
     return Check(tuple(verdicts), planted, options.against, is_of_run=True, notes=tuple(notes))
-
-
-def _most_processes(todo: list[Case]) -> int:
-    return max(case.run.layout.world_size for case in todo)
 
 
 def _matrix(options: CheckOptions, progress: Progress) -> CheckMatrix:

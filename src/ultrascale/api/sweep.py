@@ -188,7 +188,8 @@ def answer(
         rule = f"was started {world} times, by torchrun or the like, and each would measure every cell"
         raise mistake("sweep", rule, "Start it once, with --processes; or --list, then a job for each cell.")
     grid_cells, num_duplicates = cells(options.run, axes, fixed_settings, processes=options.processes)
-    folder = options.out or _default_folder(grid_cells)
+    run = next(cell.run for cell in grid_cells if cell.run is not None)
+    folder = options.out or Path(run.folder) / "sweeps" / run.name
     places = [
         place_of(folder, cell, axes, steps=options.steps, warm=options.warm) for cell in grid_cells if cell.run is not None
     ]
@@ -259,11 +260,6 @@ def _expect_any_startable(places: Sequence[CellPlace]) -> None:
             wrong.append(error)
     if wrong:
         raise wrong[0]
-
-
-def _default_folder(grid_cells: Sequence[SweepCell]) -> Path:
-    run = next(cell.run for cell in grid_cells if cell.run is not None)
-    return Path(run.folder) / "sweeps" / run.name
 
 
 def _prepare(folder: Path, places: Sequence[CellPlace], *, again: bool) -> None:

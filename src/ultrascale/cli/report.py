@@ -14,10 +14,8 @@ def command(arguments: list[str]) -> int:
     if options.json:
         print_json(report.to_dict(), indent=2)
         return 0
-    for name, text in (*report.lines(), *(("picture", str(picture)) for picture in report.pictures), *_drawn(options)):
+    drawn = [("picture", str(picture)) for picture in report.pictures]
+    drawn += [] if options.html is None else [("page", str(options.html))]
+    for name, text in (*report.lines(), *drawn):
         print(f"{name:<10}{text}")
     return 0
-
-
-def _drawn(options: ReportOptions) -> list[tuple[str, str]]:
-    return [] if options.html is None else [("page", str(options.html))]

@@ -66,7 +66,8 @@ def range_problem(key: str, value: Any) -> Problem | None:
     if key in _WAITS and value > LONGEST_WAIT:
         return Problem(key, f"must be at most {LONGEST_WAIT:.0f} seconds, is {value}", "Give a shorter time; 600 is usual.")
     if key in _ABOVE_ZERO and value <= 0:
-        return Problem(key, f"must be above 0, is {value}", _above_zero_remedy(key))
+        or_none = ', or "none" for no clipping' if key == "optimizer.clip_grad_norm" else ""
+        return Problem(key, f"must be above 0, is {value}", f"Give a positive number{or_none}.")
     if key in _BELOW_ONE and not 0 <= value < 1:
         return Problem(key, f"must be at least 0 and below 1, is {value}", "0.9 and 0.95 are usual.")
     if key == "name" and not _NAME.fullmatch(value):
@@ -75,9 +76,3 @@ def range_problem(key: str, value: Any) -> Problem | None:
     if key == "folder" and not value:
         return Problem(key, "must not be empty", 'Write "." for the current folder.')
     return None
-
-
-def _above_zero_remedy(key: str) -> str:
-    return (
-        'Give a positive number, or "none" for no clipping.' if key == "optimizer.clip_grad_norm" else "Give a positive number."
-    )

@@ -113,12 +113,9 @@ def _kind(inner: Any) -> str:
         item = get_args(inner)[0]
         if is_dataclass(item):
             return f"list of tables with {', '.join(field.name for field in fields(item))}"
-        return f"list of {_plural(_kind(without_none(item)))}"
+        inside = _kind(without_none(item))
+        return f"list of {inside}" if inside == "text" else f"list of {inside}s"
     return "choice" if get_origin(inner) is Literal else KINDS.get(inner, "text")
-
-
-def _plural(kind: str) -> str:
-    return kind if kind == "text" else f"{kind}s"
 
 
 def _unit(key: str, inner: Any) -> str:
@@ -136,13 +133,9 @@ def _default(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, tuple):
         return "[" + ", ".join(map(_default, value)) + "]"
-    return (
-        "none" if value is None else f'"{value}"' if isinstance(value, str) else f"{value:g}" if _short(value) else str(value)
-    )
-
-
-def _short(value: Any) -> bool:
-    return isinstance(value, float) and float(f"{value:g}") == value
+    if isinstance(value, float) and float(f"{value:g}") == value:
+        return f"{value:g}"
+    return "none" if value is None else f'"{value}"' if isinstance(value, str) else str(value)
 
 
 def _range(limits: dict[str, float]) -> str:

@@ -18,8 +18,6 @@ class MeasuredCell:
     place: CellPlace
     step_seconds: float
     """Median seconds of a step."""
-    spread: float
-    """(slowest - fastest) / median of the timed steps."""
     tokens_per_second_per_rank: float
     mfu: float
     planned_step_seconds: float | None
@@ -36,14 +34,13 @@ class MeasuredCell:
         result = place.result
         if result is None:
             return None
-        seconds = result["step_seconds"]
-        step = median(seconds)
+        step = median(result["step_seconds"])
         copied = (
             "mfu", "planned_step_seconds", "planned_peak_bytes", "measured_peak_bytes", "planned_reserved_bytes",
             "measured_reserved_bytes",
         )  # fmt: skip
         return cls(
-            place, step, (max(seconds) - min(seconds)) / step, result["tokens_per_step"] / step / result["ranks"],
+            place, step, result["tokens_per_step"] / step / result["ranks"],
             **{name: result[name] for name in copied}, result=result,
         )  # fmt: skip
 

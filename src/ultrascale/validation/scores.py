@@ -20,7 +20,7 @@ import numpy as np
 
 from ultrascale.validation.cells.stated import SCAN, source_of
 from ultrascale.validation.predict import RowPrediction
-from ultrascale.validation.rows import MeasuredRow
+from ultrascale.validation.rows import MEASURED, MeasuredRow
 
 SMALLEST_CELL = 3
 """Runs of a cell below which an order is meaningless."""
@@ -131,6 +131,7 @@ def score(rows: Sequence[MeasuredRow], predictions: Sequence[RowPrediction]) -> 
     cases = [ScoredRow(row, prediction) for row, prediction in zip(rows, predictions, strict=True)]
     timed = [case for case in cases if case.step_seconds and case.predicted.step_seconds]
     main, uncounted = [c for c in timed if c.counts], [c for c in timed if not c.counts]
+    weighed = [c for c in cases if _memory_error(c) is not None]
     return ValidationReport(
         rows=len(cases),
         time={
@@ -140,10 +141,9 @@ def score(rows: Sequence[MeasuredRow], predictions: Sequence[RowPrediction]) -> 
             "kind": _group(main, lambda c: c.predicted.kind, _time_error),
             "tier C": _group(uncounted, lambda c: c.source, _time_error),
         },
-        rate=_group([c for c in cases if _rate_error(c) is not None], lambda c: _tiered(c), _rate_error),
-        memory=_group(
-            [c for c in cases if _memory_error(c) is not None], lambda c: f"{_instrument(c.row)}: {c.source}", _memory_error
-        ) + _group([c for c in cases if _memory_error(c) is not None], lambda c: f"{_instrument(c.row)}: all", _memory_error),
+        rate=_group([c for c in cases if _rate_error(c) is not None], _tiered, _rate_error),
+        memory=_group(weighed, lambda c: f"{_instrument(c.row)}: {c.source}", _memory_error)
+        + _group(weighed, lambda c: f"{_instrument(c.row)}: all", _memory_error),
         picks=_picks(timed),
         verdicts=_verdicts(cases),
         unrepresentable=[(case.row.identity, case.predicted.reason) for case in cases if case.predicted.step_seconds is None],
@@ -291,11 +291,4 @@ def _ran(row: MeasuredRow) -> bool | None:
     measured = row.measured
     if measured.outcome:
         return "oom" not in measured.outcome.lower() and "crash" not in measured.outcome.lower()
-    measurements = (
-        measured.step_time_s,
-        measured.tokens_per_s_per_gpu,
-        measured.tflops_per_gpu,
-        measured.mfu_reported,
-        measured.peak_mem_gib,
-    )
-    return True if any(value is not None for value in measurements) else None
+    return True if any(getattr(measured, name) is not None for name in MEASURED) else None

@@ -108,15 +108,11 @@ def answer(request: PlanRequest, *, report: Callable[[str], None] = lambda phase
 
     Raises SpecError if the request is invalid.
     """
-    planned = _answer(request, report)
-    if request.options.html is not None:
-        from ultrascale.api.planning.plan_page import write_html
+    planned, options = _answer(request, report), request.options
+    if options.html is not None or options.png is not None:
+        from ultrascale.api.planning.plan_page import write_drawn
 
-        write_html(planned, request.options.html)
-    if request.options.png is not None:
-        from ultrascale.api.planning.plan_page import write_png
-
-        write_png(planned, request.options.png)
+        write_drawn(planned, options.html, options.png)
     return planned
 
 
@@ -144,11 +140,8 @@ def _answer(request: PlanRequest, report: Callable[[str], None]) -> Plan:
     outcome, chosen = searched(request, cluster, stack, report)
     if outcome.result.best is not None:
         write_files(chosen, options)
-    return Plan(chosen, request, searched=explained(outcome, report) if _wants_why(options) else outcome)
-
-
-def _wants_why(options: PlanOptions) -> bool:
-    return options.explain and not options.print_flags
+    wants_why = options.explain and not options.print_flags
+    return Plan(chosen, request, searched=explained(outcome, report) if wants_why else outcome)
 
 
 def _plan_of_file(request: PlanRequest, stack: Stack) -> Plan:

@@ -12,7 +12,9 @@ from ultrascale.api.planning.run_of import conditions
 from ultrascale.description.problems import mistake
 from ultrascale.description.units import parse_tokens
 from ultrascale.output_file import write_output
-from ultrascale.page.plan_data import PagePlan
+from ultrascale.page.html_file import plan_file
+from ultrascale.page.pictures import write_pictures
+from ultrascale.page.plan_data import PagePlan, answer
 
 
 def page_plan(plan: Plan) -> PagePlan:
@@ -41,19 +43,12 @@ def page_plan(plan: Plan) -> PagePlan:
     return PagePlan(plan.chosen, plan.to_dict(), searched.result, conditions(options), tokens, explanation, sufficient)
 
 
-def write_png(plan: Plan, folder: str) -> list[Path]:
-    """Write the charts of the plan, one PNG each. Raises SpecError if there are no times to draw, NotInstalledError without
-    matplotlib."""
-    from ultrascale.page.pictures import write_pictures
-    from ultrascale.page.plan_data import answer
-
-    with naming_extras("plan --png"):
-        return write_pictures(answer(page_plan(plan), list(plan.request.words)), Path(folder))
-
-
-def write_html(plan: Plan, path: str) -> None:
-    """Write the plan as one self-contained HTML file. Raises SpecError if there are no times to draw."""
-    from ultrascale.page.html_file import plan_file
-    from ultrascale.page.plan_data import answer
-
-    write_output(path, plan_file(answer(page_plan(plan), list(plan.request.words))))
+def write_drawn(plan: Plan, html: str | None, png_folder: str | None) -> None:
+    """Write the plan as one self-contained HTML file, and its charts as PNGs. Raises SpecError if there are no times to draw,
+    NotInstalledError without matplotlib."""
+    drawn = answer(page_plan(plan), list(plan.request.words))
+    if html is not None:
+        write_output(html, plan_file(drawn))
+    if png_folder is not None:
+        with naming_extras("plan --png"):
+            write_pictures(drawn, Path(png_folder))

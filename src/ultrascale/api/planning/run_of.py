@@ -128,16 +128,11 @@ def planned_run(described: ModelAndMachines, settings: tuple[str, ...] | list[st
         remedy = "Keep one of the two; settings of a file are changed by flags such as --layout.tp 2."
         raise mistake("--model", f"describes a run, and the file {run} is given too", remedy)
     words = [word for name, value in vars(described).items() if value for word in (f"--{name.replace('_', '-')}", str(value))]
-    request = VerbRequest(
-        PlanOptions(**vars(described), runnable=_is_searched(described)), tuple(settings), (), (*words, *settings)
-    )
+    is_searched = described.gpus is not None and "cpu" not in described.gpus  # the speed of the machines is known
+    options = PlanOptions(**vars(described), runnable=is_searched)
+    request = VerbRequest(options, tuple(settings), (), (*words, *settings))
     plan = answer(request)
     if not plan.fits:
         rule = f"no layout of {described.model} fits on {described.gpus}"
         raise mistake("--gpus", rule, f"{plan.command} says how much is missing; {verb} fewer or larger GPUs.")
     return plan.run
-
-
-def _is_searched(described: ModelAndMachines) -> bool:
-    """True if the speed of the machines is known, so that layouts are searched."""
-    return described.gpus is not None and "cpu" not in described.gpus

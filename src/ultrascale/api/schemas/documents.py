@@ -17,9 +17,11 @@ from ultrascale.description.run import Run
 from ultrascale.description.sections.launch import Launch
 from ultrascale.measure.machine.doctor import Finding
 from ultrascale.measure.machine.timed import Timed
+from ultrascale.measure.summary import Summary
 from ultrascale.plan.costs.budget import Bought
 from ultrascale.plan.search.explain import Change, Marginal, Rung
 from ultrascale.plan.search.space import Refusal
+from ultrascale.primer.exercise import Outcome
 from ultrascale.sweep.accuracy import Held
 from ultrascale.train.speed import Speed
 from ultrascale.validation.scores import Errors
@@ -517,23 +519,8 @@ class Sweep(TypedDict):
 
 
 class Report(TypedDict):
-    """Summary of a run's folder. null: unknown."""
+    """What a report adds to the summary of the run's folder."""
 
-    steps: int
-    tokens: int | None
-    first_loss: float | None
-    last_loss: float | None
-    validation_loss: dict[str, float]
-    tokens_per_second: float | None
-    mfu: float | None
-    hfu: float | None
-    timed_since: int
-    planned_peak_bytes: int | None
-    measured_peak_bytes: int | None
-    noise_scale_tokens: float | None
-    tokens_per_batch: int | None
-    of_one_island: bool
-    """True if speed and batch are those of one island of several."""
     memory_percent: float | None
     """Difference of the planned from the measured value, in percent."""
     pictures: list[str]
@@ -692,30 +679,12 @@ class PrimerPlace(TypedDict):
     """Rate of a large bf16 GEMM by torch, in FLOPs per second."""
 
 
-class PrimerVariant(TypedDict):
-    """Result of a variant of a kernel."""
-
-    name: str
-    error: float
-    """Norm of the difference from torch's result in fp64, over the norm of that."""
-    is_right: bool
-    seconds: float | None
-    """null in the interpreter, which has no meaningful speed."""
-    rate: float | None
-    """Bytes or FLOPs per second, counting only what must be moved or computed."""
-    unit: str
-    """`B/s` or `FLOP/s`."""
-    share: float | None
-    """Fraction of the device's peak."""
-    note: str
-
-
 class PrimerLesson(TypedDict):
     """A lesson and its variants."""
 
     lesson: str
     title: str
-    variants: list[PrimerVariant]
+    variants: list[Outcome]
 
 
 class Primer(TypedDict):
@@ -898,7 +867,7 @@ class DataInspected(TypedDict):
 DOCUMENTS: dict[str, tuple[Any, ...]] = {
     "plan": (Plan,), "compare": (Compare,), "plan-far": (PlanFar,), "schedule": (Schedule,), "schedules": (Timeline,),
     "schedule-executed": (ScheduleExecuted,), "trace": (Trace,), "trace-stages": (TraceStage,), "check": (Verdict,),
-    "check-matrix": (MatrixCell,), "faults": (Faults,), "sweep": (Sweep,), "report": (Report,), "run": (ShownRun,),
+    "check-matrix": (MatrixCell,), "faults": (Faults,), "sweep": (Sweep,), "report": (Summary, Report), "run": (ShownRun,),
     "model": (Model, ShownModel), "clusters": (Clusters,), "stack": (Stack,), "keys": (Keys,), "validate": (Validate,),
     "doctor": (Doctor,), "checkpoints": (Checkpoints,), "generate": (Generated,), "export": (Exported,), "import": (Imported,),
     "demo": (Demo,), "rules": (Rules,), "convert": (ConvertedFolder,), "primer": (Primer,), "measure-step": (MeasuredStep,),

@@ -65,11 +65,12 @@ def _object(kind: Any, defs: dict[str, Any]) -> dict[str, Any]:
     docs: dict[str, str] = {}
     for base in reversed([base for base in (kind, *getattr(kind, "__orig_bases__", ())) if is_typeddict(base) or base is kind]):
         docs |= docs_of(base) if _has_source(base) else {}
-    properties = {name: _with_description(_of(hint, defs), docs.get(name)) for name, hint in hints.items()}
+    described = {name: {"description": docs[name]} for name in hints if docs.get(name)}
+    properties = {name: _of(hint, defs) | described.get(name, {}) for name, hint in hints.items()}
     about = (kind.__doc__ or "").strip().partition("\n")[0]
-    described = {"description": about} if about and not about.startswith("dict(") else {}
+    head = {"description": about} if about and not about.startswith("dict(") else {}
     required = [name for name in hints if name not in optional]
-    return described | {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+    return head | {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
 
 
 def _has_source(kind: Any) -> bool:
@@ -105,10 +106,6 @@ def _of(kind: Any, defs: dict[str, Any]) -> dict[str, Any]:
         defs[name] = {}
         defs[name] = _object(kind, defs)
     return {"$ref": f"#/$defs/{name}"}
-
-
-def _with_description(schema: dict[str, Any], text: str | None) -> dict[str, Any]:
-    return schema | ({"description": text} if text else {})
 
 
 def _run_toml() -> dict[str, Any]:

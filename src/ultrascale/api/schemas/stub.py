@@ -7,7 +7,6 @@ to date: names, defaults and texts of flags have a single source.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from textwrap import indent, wrap
@@ -75,14 +74,11 @@ def _function(verb: Any, first: str, options: Any, result: str) -> str:
     keywords = [f"{field.name}: {_written(hints[field.name])} = {_default(default_of(field))}" for field in keyword_fields]
     lines = [*first.split(", "), *(["*", *keywords] if keywords else []), "**settings: Any"]
     about = inspect.getdoc(verb) or ""
-    arguments = [line for field in keyword_fields for line in _argument(field.name, docs.get(field.name, "See `Costs`."))]
+    texts = [f"{field.name}: {docs.get(field.name, 'See `Costs`.')}" for field in keyword_fields]
+    arguments = [line for text in texts for line in wrap(text, WIDTH, initial_indent=" " * 4, subsequent_indent=" " * 8)]
     docstring = "\n".join([about, *(["", "Args:", *arguments] if arguments else []), ""])
     body = indent(f'"""{docstring}"""\n...', "    ", lambda line: bool(line.strip()))
     return f"def {verb.__name__}(\n" + "".join(f"    {line},\n" for line in lines) + f") -> {result}:\n{body}\n"
-
-
-def _argument(name: str, about: str) -> Iterator[str]:
-    yield from wrap(f"{name}: {about}", WIDTH, initial_indent="    ", subsequent_indent="        ")
 
 
 def _default(value: Any) -> str:

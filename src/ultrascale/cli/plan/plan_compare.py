@@ -27,17 +27,13 @@ def show_comparison(request: PlanRequest) -> int:
     words = request.words
     if first in words and "--compare" in words[: words.index(first)]:
         first, second = second, first  # --compare A.toml B.toml
-    comparison = Comparison(*(answer(_request_of_file(request, file)) for file in (first, second)))
+    of_files = (replace(request.options, run=(file,), compare=None) for file in (first, second))
+    comparison = Comparison(*(answer(replace(request, options=options)) for options in of_files))
     if request.options.json:
         print_json(comparison.to_dict(), indent=2)
     else:
         _show(comparison, first, second)
     return 0 if comparison.a.fits and comparison.b.fits else 1
-
-
-def _request_of_file(request: PlanRequest, file: str) -> PlanRequest:
-    """The request for one of the two files."""
-    return replace(request, options=replace(request.options, run=(file,), compare=None))
 
 
 def _show(comparison: Comparison, first: str, second: str) -> None:

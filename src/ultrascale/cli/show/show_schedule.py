@@ -67,7 +67,9 @@ def _show_schedule(schedule: Schedule) -> None:
             f"{row['bubble_fraction']:.1%}", str(row["in_flight"]), str(row["in_flight_for_weights"] or ""),
         )  # fmt: skip
     console.print(table)
-    console.print(f"\nA step takes {_number(timeline.step_seconds)}; the bubble is {_bubble_words(timeline.bubble_fraction)}.")
+    waits = timeline.bubble_fraction  # of the step; (pp - 1) / micro-batches of 1F1B is of the time that ranks compute
+    bubble = f"{waits:.1%} of it, {waits / (1 - waits):.1%} of the time that ranks compute"
+    console.print(f"\nA step takes {_number(timeline.step_seconds)}; the bubble is {bubble}.")
     console.print("Activations: the most at once, in micro-batches of one stage.")
 
 
@@ -88,11 +90,6 @@ def _show_schedules(schedules: Schedules) -> None:
     )
     console.print("Activations: the most at once on the rank that keeps most, in micro-batches of all its stages.")
     console.print("Messages: sent a micro-batch, the mean of the ranks.")
-
-
-def _bubble_words(fraction: float) -> str:
-    """The bubble over the step, and, as (pp - 1) / micro-batches gives it for 1F1B, over the time that ranks compute."""
-    return f"{fraction:.1%} of it, {fraction / (1 - fraction):.1%} of the time that ranks compute"
 
 
 def _number(value: float) -> str:

@@ -29,11 +29,11 @@ def sees_gpu(dev: Path = Path("/dev")) -> bool:
     return not (dev / "null").exists() or any(any(dev.glob(name)) for name in GPU_FILES)
 
 
-def device_problems(device: str, *, key: str = "device") -> Iterator[Problem]:
+def device_problems(device: str) -> Iterator[Problem]:
     """A problem if `device` is cuda and this machine shows no GPU."""
     if device == "cuda" and not sees_gpu():
         rule = "asks for CUDA, but this machine shows no GPU: /dev has no file of a driver"
-        yield Problem(key, rule, "Use the device cpu; `ultrascale doctor` says more.")
+        yield Problem("device", rule, "Use the device cpu; `ultrascale doctor` says more.")
 
 
 def expect_processes(count: int) -> None:

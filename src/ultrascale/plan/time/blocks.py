@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -306,6 +306,7 @@ def compute_seconds(workload: Workload, shape: Shape, ops: Iterable[Op], head: b
     for weights in the backward pass. In our trainer every GEMM casts its factors itself.
     """
     accelerator, stack = workload.cluster.accelerator, workload.stack
+    moving = partial(elementwise_seconds, accelerator)
     product = attention = elementwise = inputs = weights = grouped = last = count = at_once = 0.0
     around_inputs = around_weights = around_at_once = 0.0
     # A fused weight-gradient GEMM reads and writes the summed gradient; otherwise it is written, then added in another kernel.
@@ -333,57 +334,54 @@ def compute_seconds(workload: Workload, shape: Shape, ops: Iterable[Op], head: b
             m, n, k, copies = op.product
             if head and n % HEAD_MULTIPLE:  # logits; some trainers pad the vocabulary
                 n = -(-n // stack.pads_vocab_to) * stack.pads_vocab_to
-            forward = matmul_seconds(accelerator, m, n, k, dtype=dtype, count=copies, casts=not shares, derate=slower)
+            gemm = partial(matmul_seconds, accelerator, m, n, k, dtype=dtype, count=copies, casts=not shares, derate=slower)
+            forward = gemm()
             product += forward * op.forward_products
             grouped += forward if op.name.startswith("mlp.experts.") else 0.0
             last += forward if op.name == "mlp.down_proj" and shape.tp == 1 else 0.0
-            inputs += matmul_seconds(
-                accelerator, m, n, k, dtype=dtype, count=copies, kind="input-gradient", casts=not shares, derate=slower
-            )
+            inputs += gemm(kind="input-gradient")
             if by_row:
-                around_inputs += elementwise_seconds(accelerator, m * n * copies * NARROW_BYTES)
+                around_inputs += moving(m * n * copies * NARROW_BYTES)
                 around += columns_seconds(accelerator, m * n * copies * COLUMN_BYTES)
                 if weight_cast_bytes:
-                    elementwise += elementwise_seconds(accelerator, n * k * copies * NARROW_BYTES)
+                    elementwise += moving(n * k * copies * NARROW_BYTES)
                     around_inputs += columns_seconds(accelerator, n * k * copies * COLUMN_BYTES)
             elif shares:
-                around_inputs += elementwise_seconds(accelerator, m * n * copies * cast_bytes)
-                cast = elementwise_seconds(accelerator, n * k * copies * weight_cast_bytes) if weight_cast_bytes else 0.0
+                around_inputs += moving(m * n * copies * cast_bytes)
+                cast = moving(n * k * copies * weight_cast_bytes) if weight_cast_bytes else 0.0
                 elementwise, around_inputs = elementwise + cast, around_inputs + cast
-            of_weights += matmul_seconds(
-                accelerator, m, n, k, dtype=dtype, count=copies, kind="weight-gradient", output_bytes=gradient_bytes,
-                casts=not shares, derate=slower,
-            )  # fmt: skip
+            of_weights += gemm(kind="weight-gradient", output_bytes=gradient_bytes)
             if added_bytes:
-                around += elementwise_seconds(accelerator, n * k * copies * added_bytes)
+                around += moving(n * k * copies * added_bytes)
         if op.scores is not None:
             scores, pieces = op.scores._asdict(), 1
             if shape.rings:  # one kernel for each ring position, on that position's keys
                 pieces = shape.cp_grid[0]
                 scores["keys"] = -(-op.scores.keys // pieces)
-                elementwise += elementwise_seconds(accelerator, (pieces - 1) * _merge_bytes(op.scores))
+                elementwise += moving((pieces - 1) * _merge_bytes(op.scores))
             kernel, over = attention_kernel(workload, shape, op.scores), workload.overheads.attention
-            attention += pieces * over * attention_seconds(accelerator, **scores, dtype=wide, backward=False, kernel=kernel)
-            inputs += pieces * over * attention_seconds(accelerator, **scores, dtype=wide, backward=True, kernel=kernel)
+            attend = partial(attention_seconds, accelerator, **scores, dtype=wide, kernel=kernel)
+            attention += pieces * over * attend(backward=False)
+            inputs += pieces * over * attend(backward=True)
         weights, around_weights = weights + of_weights, around_weights + around
         if of_weights and not is_deferrable(op):
             at_once, around_at_once = at_once + of_weights, around_at_once + around
         over = 1.0 if op.kind == "loss" else workload.overheads.elementwise  # the table counts every pass of a loss
         if op.name.endswith(".quantise"):  # the law of fp8 products was measured with the cast
             orders = cast_bytes - (1 if op.backward_moved_bytes else 0)  # one order per pass, or both in the forward pass
-            passes = [elementwise_seconds(accelerator, moved * orders / NARROW_BYTES) if shares and moved else 0.0
+            passes = [moving(moved * orders / NARROW_BYTES) if shares and moved else 0.0
                       for moved in (op.moved_bytes, op.backward_moved_bytes)]  # fmt: skip
             if by_row:
                 passes = (
-                    elementwise_seconds(accelerator, op.moved_bytes),
+                    moving(op.moved_bytes),
                     columns_seconds(accelerator, op.moved_bytes * COLUMN_BYTES / NARROW_BYTES),
                 )
             elementwise, around_weights = elementwise + passes[0], around_weights + passes[1]
             continue
         if op.moved_bytes:
-            elementwise += over * elementwise_seconds(accelerator, op.moved_bytes)
+            elementwise += over * moving(op.moved_bytes)
         if op.backward_moved_bytes:
-            around_inputs += over * elementwise_seconds(accelerator, op.backward_moved_bytes)
+            around_inputs += over * moving(op.backward_moved_bytes)
     return Compute(
         product, attention, elementwise, inputs, around_inputs, weights, around_weights, at_once, around_at_once, grouped, last,
         count,

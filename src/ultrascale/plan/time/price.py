@@ -113,11 +113,10 @@ class Prediction:
     def tokens_per_second_per_gpu(self) -> float:
         return self.tokens_per_second / self.layout.world_size
 
-    def mfu(self, *, full_attention: bool = False, peak: float | None = None) -> float:
-        """Model FLOPs utilization over the dense bf16 peak (or `peak`, FLOPs per second), with causal or full attention."""
+    def mfu(self, *, full_attention: bool = False) -> float:
+        """Model FLOPs utilization over the dense bf16 peak, with causal or full attention."""
         flops = model_flops_per_token(self.workload.model, self.workload.sequence_length, full_attention=full_attention)
-        peak = peak or half_precision_peak(self.workload.cluster.accelerator)
-        return flops * self.tokens_per_second_per_gpu / peak
+        return flops * self.tokens_per_second_per_gpu / half_precision_peak(self.workload.cluster.accelerator)
 
     def hfu(self) -> float:
         """Hardware FLOPs utilization (recomputation included) over the dense bf16 peak."""
@@ -151,18 +150,18 @@ def predict(workload: Workload, layout: Layout, constants: Constants = CONSTANTS
     return _with_simulated_pipeline(prediction, layout, chunks, share, pairs=bool(PAIRED[table.schedule[0]]))
 
 
-def predict_rows(workload: Workload, table: LayoutTable, constants: Constants = CONSTANTS) -> list[Prediction]:
+def predict_rows(workload: Workload, table: LayoutTable) -> list[Prediction]:
     """`predict` of every row of `table`, priced together because calls are most of the cost."""
     if not len(table):
         return []
-    prices = price(workload, table, constants, adds_split_traffic=False)
+    prices = price(workload, table, adds_split_traffic=False)
     shares = _split_shares(table, prices.num_micro_batches)
     predictions = [prices.row(number) for number in range(len(table))]
     return [
         prediction
         if prediction.layout.pp == 1
         else _with_simulated_pipeline(
-            prediction, prediction.layout, stage_seconds(workload, prediction.layout, constants), share, pairs=pairs
+            prediction, prediction.layout, stage_seconds(workload, prediction.layout), share, pairs=pairs
         )
         for prediction, share, pairs in zip(predictions, shares, PAIRED[table.schedule].tolist(), strict=True)
     ]
