@@ -22,7 +22,7 @@ from ultrascale.cli.plan.plan_command import request_of
 from ultrascale.description.units import UnitError, format_bytes, format_seconds
 from ultrascale.measure.step.step_report import WORDS
 from ultrascale.page.ranked import ranking
-from ultrascale.plan.costs.budget import Budget, budget_problems, parse_budget, usual_tokens
+from ultrascale.plan.costs.budget import Budget, budget_problems, parse_budget, tokens_to_train
 from ultrascale.plan.view.notes import TIGHT_BYTES, notes, unmasked_seconds
 from ultrascale.plan.view.plan_view import TIMES
 
@@ -135,9 +135,9 @@ def test_a_batch_rounded_for_all_gpus_is_searched_again_for_the_ranks_of_the_bes
 
 
 def test_tokens_of_a_mixture_of_experts_are_told_of_the_active_parameters():
-    tokens, why = usual_tokens(PRESETS["deepseek-v3"])
+    tokens, why = tokens_to_train(PRESETS["deepseek-v3"], None)
     assert 7e11 < tokens < 8e11 and "active parameters" in why
-    assert usual_tokens(PRESETS["llama-3-8b"])[1] == "20 a parameter (Hoffmann et al. 2022)"
+    assert tokens_to_train(PRESETS["llama-3-8b"], None)[1] == ", 20 a parameter (Hoffmann et al. 2022)"
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from difflib import get_close_matches
-from json import dumps
 from os import PathLike, fspath
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar, get_args, get_origin, get_type_hints
 
 from ultrascale.config.choices import without_none
+from ultrascale.config.resolve import toml_value
 from ultrascale.config.schema import ELSEWHERE, INVALID, STAND_INS, ValueContext, convert, default_of, leaves, sections
 from ultrascale.description.problems import Problem, expect_none
 
@@ -125,15 +125,8 @@ def _text(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, list | tuple):
         tables = any(isinstance(entry, Mapping) for entry in value)
-        return f"[{', '.join(map(_toml, value))}]" if tables else ",".join(map(_text, value))
+        return toml_value(value) if tables else ",".join(map(_text, value))
     return "none" if value is None else fspath(value) if isinstance(value, PathLike) else str(value)
-
-
-def _toml(value: Any) -> str:
-    """An item of a list of tables, such as a source of data, as one line of TOML."""
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key} = {_toml(entry)}" for key, entry in value.items()) + "}"
-    return dumps(fspath(value) if isinstance(value, PathLike) else value)
 
 
 def _example_of(section: str) -> str:

@@ -10,13 +10,10 @@ import os
 import time
 import uuid
 from contextlib import nullcontext, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from shlex import join, quote
-from typing import Annotated
-
-import tyro
 
 from ultrascale import console
 from ultrascale.api.schemas.stamp import stamped
@@ -41,18 +38,8 @@ from ultrascale.train.folder.run_folder import RunFolder
 from ultrascale.train.observers.metrics import expect_trackers
 
 
-def train(
-    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN.TOML")],
-    /,
-    processes: int | None = None,
-    elastic: bool = False,
-    max_restarts: int = 3,
-    allow_changes: bool = False,
-    ignore_memory: bool = False,
-    leave_by: float | None = None,
-    island: int | None = None,
-    json: bool = False,
-) -> tuple[str, int | None, bool, int, bool, bool, float | None, int | None, bool]:
+@dataclass(frozen=True)
+class TrainOptions:
     """Train a run, or resume it: the same command does both.
 
     Any setting can follow as a dotted flag:
@@ -60,62 +47,60 @@ def train(
         ultrascale train run.toml --processes 2 --layout.zero-stage 3 --steps 200
 
     Under torchrun this is one rank: torchrun --nproc-per-node 8 -m ultrascale train run.toml --layout.dp 8
-
-    Args:
-        run: TOML file of the run, or the folder of a run, or the URL of a stored run, as in s3://BUCKET/PREFIX/NAME.
-        processes: Start this many processes here; dp = processes / (tp x cp x pp) (layout.dp).
-        elastic: Let the planner choose the layout if the number of processes has changed. The global batch stays the same.
-        max_restarts: Restart all processes at most this often without a new checkpoint in between if one of them dies.
-        allow_changes: Resume from a checkpoint although model, data or seed have changed.
-        ignore_memory: Start on GPUs although the plan predicts that a rank needs more memory than they have.
-        leave_by: Save and exit before this Unix time in seconds (`date +%s`), for a job with a time limit.
-        island: Start only the island with this number, if others run elsewhere (islands.quorum). None: start all here.
-        json: Print one JSON object at the end; all other output goes to stderr.
     """
-    return run, processes, elastic, max_restarts, allow_changes, ignore_memory, leave_by, island, json
+
+    run: str
+    """TOML file of the run, or the folder of a run, or the URL of a stored run, as in s3://BUCKET/PREFIX/NAME."""
+    processes: int | None = None
+    """Start this many processes here; dp = processes / (tp x cp x pp) (layout.dp)."""
+    elastic: bool = False
+    """Let the planner choose the layout if the number of processes has changed. The global batch stays the same."""
+    max_restarts: int = 3
+    """Restart all processes at most this often without a new checkpoint in between if one of them dies."""
+    allow_changes: bool = False
+    """Resume from a checkpoint although model, data or seed have changed."""
+    ignore_memory: bool = False
+    """Start on GPUs although the plan predicts that a rank needs more memory than they have."""
+    leave_by: float | None = None
+    """Save and exit before this Unix time in seconds (`date +%s`), for a job with a time limit."""
+    island: int | None = None
+    """Start only the island with this number, if others run elsewhere (islands.quorum). None: start all here."""
+    json: bool = False
+    """Print one JSON object at the end; all other output goes to stderr."""
 
 
 def command(arguments: list[str]) -> int:
     """Run the verb; returns 0 if the run is complete or was stopped in order, 1 if it failed, 2 if the configuration is
     invalid."""
-    parsed, settings = parse_with_overrides(train, "train", arguments)
-    with console.redirect_stdout_to_stderr() if parsed[-1] else nullcontext():
-        run, code = _train(*parsed[:-1], settings)
-        is_whole = parsed[-2] is None  # an island's command is one of several
+    options, settings = parse_with_overrides(TrainOptions, "train", arguments, positional={"run": "RUN.TOML"})
+    with console.redirect_stdout_to_stderr() if options.json else nullcontext():
+        run, code = _train(options, settings)
+        is_whole = options.island is None  # an island's command is one of several
         if code == 0 and is_whole and env_rank(os.environ) == 0 and (folder := RunFolder.of(run)).metrics.exists():
             console.print_line(f"its loss, speed and memory, drawn and in numbers: ultrascale report {quote(str(folder.path))}")
-    if parsed[-1] and env_rank(os.environ) == 0:
+    if options.json and env_rank(os.environ) == 0:
         console.print_line(json_module.dumps(stamped("train", _summary(run, code))))
     return code
 
 
-def _train(
-    path: str,
-    processes: int | None,
-    elastic: bool,
-    max_restarts: int,
-    allow_changes: bool,
-    ignore_memory: bool,
-    leave_by: float | None,
-    island: int | None,
-    settings: list[str],
-) -> tuple[Run, int]:
+def _train(options: TrainOptions, settings: list[str]) -> tuple[Run, int]:
     """The trained run, and the exit code."""
-    if max_restarts < 0:
-        raise mistake("--max-restarts", f"must be at least 0, is {max_restarts}", "0 never starts again.")
+    processes, leave_by, island = options.processes, options.leave_by, options.island
+    if options.max_restarts < 0:
+        raise mistake("--max-restarts", f"must be at least 0, is {options.max_restarts}", "0 never starts again.")
     if leave_by is not None and not time.time() < leave_by < float("inf"):
         rule = f"must be a second of the wall clock that is to come, is {leave_by:.0f}"
         raise mistake("--leave-by", rule, "For an hour from now: $(( $(date +%s) + 3600 )).")
     expect_rank_environment(os.environ)
-    path, settings = _fetched_run(path, settings)
+    path, settings = _fetched_run(options.run, settings)
     overrides = [*_place_flags(path, settings), *settings]
     if island is not None and processes is not None:
         rule = "does not go with --island: an island has the processes of [layout]"
         raise mistake("--processes", rule, "Leave one of the two out.")
-    described = resolve(path, overrides, require_data=True, processes=None if elastic else processes)
+    described = resolve(path, overrides, require_data=True, processes=None if options.elastic else processes)
     chosen, choices = train_defaults(described, island_folder(described.run, island))
     resolved = chosen.run
-    if elastic:
+    if options.elastic:
         if resolved.islands.count > 1:
             rule = "does not go with islands.count > 1: islands keep their layouts"
             raise mistake("--elastic", rule, "Leave one of the two out.")
@@ -130,17 +115,21 @@ def _train(
         expect_store(resolved)
     if resolved.layout.pp > 1:
         schedule_of(resolved.layout, num_micro_batches(resolved.layout, resolved.batch.sequences_per_batch))
-    flags = _flags(allow_changes, ignore_memory, leave_by)
+    flags = (
+        *("--allow-changes",) * options.allow_changes,
+        *("--ignore-memory",) * options.ignore_memory,
+        *(() if leave_by is None else ("--leave-by", str(leave_by))),
+    )
     if "WORLD_SIZE" in os.environ or (resolved.num_processes == 1 and island is None):
         from ultrascale.train.worker import train_or_explain
 
         code = train_or_explain(
-            resolved, allow_changes=allow_changes, ignore_memory=ignore_memory, leave_by=leave_by, island=island
+            resolved, allow_changes=options.allow_changes, ignore_memory=options.ignore_memory, leave_by=leave_by, island=island
         )
     elif resolved.islands.quorum and resolved.islands.count > 1 and island is None:
-        code = launch_islands(to_toml(resolved), resolved, (*flags, "--max-restarts", str(max_restarts)))
+        code = launch_islands(to_toml(resolved), resolved, (*flags, "--max-restarts", str(options.max_restarts)))
     else:
-        code = _launch(resolved, max_restarts, flags, island)
+        code = _launch(resolved, options.max_restarts, flags, island)
     return resolved, code
 
 
@@ -156,15 +145,6 @@ def _weights_notes(resolved: Resolved, words: list[str]) -> list[str]:
         return []
     command = join(["ultrascale", "import", str(folder), *words])
     return [f"note: weights begin at random; `{command}` begins from those in {folder}"]
-
-
-def _flags(allow_changes: bool, ignore_memory: bool, leave_by: float | None) -> tuple[str, ...]:
-    """Flags that are passed to the started processes."""
-    return (
-        *("--allow-changes",) * allow_changes,
-        *("--ignore-memory",) * ignore_memory,
-        *(() if leave_by is None else ("--leave-by", str(leave_by))),
-    )
 
 
 def _elastic(run: Run, world: int) -> Run:

@@ -15,6 +15,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
 from math import prod
+from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
@@ -404,8 +405,10 @@ def toml_value(value: Any) -> str:
     if isinstance(value, str):
         # JSON's escapes are valid in TOML, except for DEL, which TOML also requires to be escaped.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    if isinstance(value, tuple):
-        return "[" + ", ".join(toml_value(item) for item in value) + "]"
+    if isinstance(value, tuple | list):
+        return f"[{', '.join(map(toml_value, value))}]"
     if is_dataclass(value):
-        return "{" + ", ".join(f"{field.name} = {toml_value(getattr(value, field.name))}" for field in fields(value)) + "}"
-    return repr(value)
+        value = vars(value)
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{name} = {toml_value(item)}" for name, item in value.items()) + "}"
+    return toml_value(str(value)) if isinstance(value, PathLike) else repr(value)

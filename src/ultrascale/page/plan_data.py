@@ -24,7 +24,7 @@ from ultrascale.page.step.ranks import rank_memories
 from ultrascale.page.step.roofline import operation_costs, peak_flops
 from ultrascale.page.step.sent import communication_per_step
 from ultrascale.plan.columns.footprint import Footprint
-from ultrascale.plan.costs.budget import usual_tokens
+from ultrascale.plan.costs.budget import tokens_to_train
 from ultrascale.plan.costs.cost import cost
 from ultrascale.plan.flags.trainers import WRITERS, trainer_flags
 from ultrascale.plan.report import RunPlan, not_trainable, plan_run, step_interval, workload_of
@@ -161,10 +161,8 @@ def _facts(planned: PagePlan) -> list[dict[str, str]]:
             *rows,
         ]
         if chosen.fits:
-            usual, rule = usual_tokens(chosen.run.model)
-            goal = planned.tokens or usual
+            goal, why = tokens_to_train(chosen.run.model, planned.tokens)
             expense = cost(chosen.cluster, goal / prediction.tokens_per_second, num_gpus=chosen.run.layout.world_size)
-            why = "" if planned.tokens else f", {rule}"
             rows.append(
                 ("Training", format_seconds(expense.seconds), f"on {format_count(goal)} tokens{why}, without interruptions")
             )

@@ -100,7 +100,7 @@ class RunPlan:
                 "nodes": self.cluster.num_nodes,
                 "accelerators_per_node": self.cluster.node.num_accelerators,
                 "stack": self.stack.name,
-                "layout": {name: getattr(run.layout, name) for name in run.layout.__dataclass_fields__},
+                "layout": asdict(run.layout),
                 "sequence_length": run.batch.sequence_length,
                 "sequences_per_batch": run.batch.sequences_per_batch,
                 "num_micro_batches": self.num_micro_batches,
@@ -132,12 +132,6 @@ class RunPlan:
         }
 
     def _memory_json(self) -> dict[str, Any]:
-        limits = {
-            "needed_bytes": self.needed_bytes,
-            "capacity_bytes": self.capacity_bytes,
-            "reserve_bytes": self.reserve_bytes,
-            "headroom_bytes": self.headroom_bytes,
-        }
         memory = self.memory
         return {
             "peak_bytes": memory.peak.total,
@@ -146,7 +140,10 @@ class RunPlan:
             "peak_bytes_by_part": {f"{c}/{label}": n for (c, label), n in memory.peak.by_label.items()},
             "between_steps_bytes": memory.between_steps.total,
             "saved_bytes_by_layer": memory.saved_by_layer,
-            **limits,
+            "needed_bytes": self.needed_bytes,
+            "capacity_bytes": self.capacity_bytes,
+            "reserve_bytes": self.reserve_bytes,
+            "headroom_bytes": self.headroom_bytes,
         }
 
 
@@ -199,16 +196,13 @@ def step_interval(prediction: Prediction) -> tuple[float, float]:
 
 
 def _footprint_json(memory: Footprint) -> dict[str, Any]:
-    return {
-        "peak_allocated_bytes": round(float(memory.allocated)),
-        "peak_reserved_bytes": round(float(memory.reserved)),
-        "outside_torch_bytes": round(float(memory.outside)),
-        "needed_bytes": round(float(memory.needed)),
-        "headroom_bytes": round(float(memory.headroom)),
-        "capacity_bytes": round(float(memory.capacity)),
-        "peak_phase": memory.phase,
-        "peak_bytes_by_category": {name: round(float(value)) for name, value in memory.categories.items()},
-    }
+    sizes = {
+        "peak_allocated_bytes": memory.allocated, "peak_reserved_bytes": memory.reserved, "outside_torch_bytes": memory.outside,
+        "needed_bytes": memory.needed, "headroom_bytes": memory.headroom, "capacity_bytes": memory.capacity,
+    }  # fmt: skip
+    whole = {name: round(float(value)) for name, value in sizes.items()}
+    by_category = {name: round(float(value)) for name, value in memory.categories.items()}
+    return {**whole, "peak_phase": memory.phase, "peak_bytes_by_category": by_category}
 
 
 def workload_of(

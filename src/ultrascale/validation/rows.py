@@ -12,7 +12,7 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from itertools import islice
@@ -260,16 +260,17 @@ def _row(file: Path, number: int, line: int, row: dict[Any, Any], is_playbook: b
 def _read(kind: type[Columns], cells: dict[str, str], names: dict[str, str], where: str, problems: list[Problem]) -> Columns:
     values: dict[str, Any] = {}
     for field in fields(kind):
-        cell = cells.get(field.name, "") if str(field.type) in _VALUES else ""
+        if (known := _VALUES.get(str(field.type))) is None:
+            continue
+        read, expected = known
+        cell = cells.get(field.name, "")
         if cell.lower() in BLANK or (cell.lower() == "none" and field.name != "recompute"):
             continue
         try:
-            values[field.name] = _VALUES[str(field.type)](cell)
+            values[field.name] = read(cell)
         except ValueError:
-            column, expected = names.get(field.name, field.name), _WANTED[str(field.type)]
-            problems.append(
-                Problem(where, f"column {column} holds {cell!r} where {expected} belongs", "Correct it, or leave it blank.")
-            )
+            rule = f"column {names.get(field.name, field.name)} holds {cell!r} where {expected} belongs"
+            problems.append(Problem(where, rule, "Correct it, or leave it blank."))
     return kind(**values)
 
 
@@ -313,7 +314,8 @@ def _first(file: Path, problems: list[Problem]) -> list[Problem]:
     return [*problems[:MOST_PROBLEMS], Problem(str(file), rule, "Correct those above first.")]
 
 
-_VALUES = {"str": str, "int | None": _whole, "float | None": _not_negative, "bool | None": _truth, "bool": _truth}
-_WANTED = {
-    "int | None": "a whole number", "float | None": "a number that is not negative", "bool | None": "0 or 1", "bool": "0 or 1",
+_VALUES: dict[str, tuple[Callable[[str], Any], str]] = {
+    "str": (str, "text"), "int | None": (_whole, "a whole number"), "bool | None": (_truth, "0 or 1"),
+    "bool": (_truth, "0 or 1"), "float | None": (_not_negative, "a number that is not negative"),
 }  # fmt: skip
+"""By type of a column: what reads its cells, and what they hold."""

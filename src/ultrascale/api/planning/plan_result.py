@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from ultrascale.api.displays import Rows, TableRow, bars, html, shares
@@ -53,22 +53,22 @@ class Plan(Rows):
     @property
     def step_seconds(self) -> float | None:
         """Step time in seconds; None if the device's speed is measured at run time."""
-        return None if self.chosen.prediction is None else self.chosen.prediction.step_seconds
+        return self.chosen.prediction and self.chosen.prediction.step_seconds
 
     @property
     def step_interval(self) -> tuple[float, float] | None:
         """80% prediction interval of `step_seconds`: (lower, upper) in seconds."""
-        return None if self.chosen.prediction is None else step_interval(self.chosen.prediction)
+        return self.chosen.prediction and step_interval(self.chosen.prediction)
 
     @property
     def tokens_per_second(self) -> float | None:
         """Tokens per second of all devices together."""
-        return None if self.chosen.prediction is None else self.chosen.prediction.tokens_per_second
+        return self.chosen.prediction and self.chosen.prediction.tokens_per_second
 
     @property
     def mfu(self) -> float | None:
         """Model FLOPs utilisation of a step (0 to 1)."""
-        return None if self.chosen.prediction is None else self.chosen.prediction.mfu()
+        return self.chosen.prediction and self.chosen.prediction.mfu()
 
     @property
     def needed_bytes(self) -> int:
@@ -127,7 +127,7 @@ class Plan(Rows):
                 for run_plan in self.compared
             ]
         if (budget := self.bought) is not None:
-            document["budget"] = budget.to_json()
+            document["budget"] = asdict(budget)
         return stamped("plan", document | {"notes": self.notes})
 
     @property
@@ -274,8 +274,7 @@ class Comparison(Rows):
     def to_dict(self) -> dict[str, Any]:
         """Settings that differ, quantities, and both plans as in `Plan.to_dict`."""
         return stamped("compare", {
-            "settings": [{**setting, "a": _plain(setting["a"]), "b": _plain(setting["b"])} for setting in self.settings()],
-            "quantities": self.rows(), "a": self.a.to_dict(), "b": self.b.to_dict(),
+            "settings": self.settings(), "quantities": self.rows(), "a": self.a.to_dict(), "b": self.b.to_dict(),
         })  # fmt: skip
 
     def plot(self) -> Any:
@@ -316,15 +315,6 @@ def _quantities(plan: Plan) -> dict[tuple[str, str], float]:
     }  # fmt: skip
     known = {key: value for key, value in quantities.items() if value is not None}
     return known | {(f"{row['of']}: {row['part']}", row["unit"]): row["value"] for row in plan.rows()}
-
-
-def _plain(value: Any) -> Any:
-    """A setting as a JSON value."""
-    from dataclasses import asdict, is_dataclass
-
-    if isinstance(value, tuple):
-        return [_plain(entry) for entry in value]
-    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
 
 
 def _prediction_row(rank: int, pred: Prediction) -> TableRow:

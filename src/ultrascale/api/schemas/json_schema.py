@@ -14,7 +14,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints, is_typeddict
 
-from ultrascale.api.schemas.stamp import VERSIONS
+from ultrascale.api.schemas.stamp import VERSIONS, plain
 
 FOLDER = Path(__file__).parents[2] / "schemas"
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -126,7 +126,7 @@ def _run_toml() -> dict[str, Any]:
     tables["model"]["properties"]["rope_scaling"] = {"anyOf": [tables["model.rope_scaling"], {"const": "none"}]}
     for key, leaf in leaves().items():
         section, _, last = key.rpartition(".")
-        default = {} if leaf.default in (MISSING, None) else {"default": _plain(leaf.default)}
+        default = {} if leaf.default in (MISSING, None) else {"default": plain(leaf.default)}
         tables[section]["properties"][last] = _toml_value(key, leaf.kind) | {"description": descriptions[key]} | default
     for key, (_, what) in STAND_INS.items():
         section, _, last = key.rpartition(".")
@@ -164,10 +164,6 @@ def _toml_value(key: str, kind: Any) -> dict[str, Any]:
     if kind is float and key.rpartition("_")[2] in TIMES:
         return number | {"type": ["number", "string"], "pattern": TIME}
     return number | {"type": ["integer", "string"], "pattern": COUNT} if kind is int else number
-
-
-def _plain(value: Any) -> Any:
-    return [_plain(entry) for entry in value] if isinstance(value, tuple) else value
 
 
 def text_of(name: str) -> str:

@@ -8,6 +8,7 @@ them.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict, is_dataclass
 from typing import Any
 
 VERSIONS = {
@@ -20,11 +21,15 @@ VERSIONS = {
 
 
 def stamped(name: str, document: Mapping[str, Any]) -> dict[str, Any]:
-    """`document` preceded by the schema that it follows, with lists in place of tuples."""
-    return {"schema": f"ultrascale/{name}/{VERSIONS[name]}", **_plain(document)}
+    """`document` preceded by the schema that it follows, with lists in place of tuples and dictionaries in place of
+    dataclasses."""
+    return {"schema": f"ultrascale/{name}/{VERSIONS[name]}", **plain(document)}
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """A value as JSON has it."""
+    if is_dataclass(value) and not isinstance(value, type):
+        value = asdict(value)
     if isinstance(value, Mapping):
-        return {key: _plain(entry) for key, entry in value.items()}
-    return [_plain(entry) for entry in value] if isinstance(value, list | tuple) else value
+        return {key: plain(entry) for key, entry in value.items()}
+    return [plain(entry) for entry in value] if isinstance(value, list | tuple) else value

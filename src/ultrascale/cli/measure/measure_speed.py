@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json as jsonlib
+import json
 import os
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import tyro
+from typing import TYPE_CHECKING
 
 from ultrascale.cli.terminal.parse import parse_with_overrides
 from ultrascale.cli.terminal.screen import print_json
@@ -25,15 +24,8 @@ if TYPE_CHECKING:
     from ultrascale.train.speed import Speed
 
 
-def speed(
-    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN.TOML")],
-    /,
-    steps: int = TIMED,
-    warm: int = WARM,
-    out: Path | None = None,
-    processes: int | None = None,
-    json: bool = False,
-) -> tuple[str, int, int, Path | None, int | None, bool]:
+@dataclass(frozen=True)
+class SpeedOptions:
     """Time some steps of a run, and measure their memory, compared with the plan. No profiler, no checkpoint.
 
     The run starts anew and writes only the measurement to its folder. Any setting can follow as a dotted flag:
@@ -41,37 +33,42 @@ def speed(
         ultrascale measure speed run.toml --steps 20 --layout.dp 2
 
     Under torchrun this is one rank, as with train. `ultrascale sweep` does the same for many layouts.
-
-    Args:
-        run: TOML file of the run.
-        steps: Number of timed steps.
-        warm: Number of warm-up steps before them; memory is measured in the first two.
-        out: File for the result. Default: `speed/speed.json` in the run's folder.
-        processes: Start this many processes here, as `ultrascale train` does.
-        json: Print the result as one JSON object.
     """
-    return run, steps, warm, out, processes, json
+
+    run: str
+    """TOML file of the run."""
+    steps: int = TIMED
+    """Number of timed steps."""
+    warm: int = WARM
+    """Number of warm-up steps before them; memory is measured in the first two."""
+    out: Path | None = None
+    """File for the result. Default: `speed/speed.json` in the run's folder."""
+    processes: int | None = None
+    """Start this many processes here, as `ultrascale train` does."""
+    json: bool = False
+    """Print the result as one JSON object."""
 
 
 def command(arguments: list[str]) -> int:
     """Run the verb; returns 0 if measured, 1 if it failed, 2 if the configuration is invalid."""
-    (path, steps, warm, out, processes, as_json), overrides = parse_with_overrides(speed, "measure speed", arguments)
-    for flag, value, usual in (("--steps", steps, TIMED), ("--warm", warm, WARM)):
+    name, positional = "measure speed", {"run": "RUN.TOML"}
+    options, overrides = parse_with_overrides(SpeedOptions, name, arguments, positional=positional)
+    for flag, value, usual in (("--steps", options.steps, TIMED), ("--warm", options.warm, WARM)):
         if value < 1:
             raise mistake(flag, f"must be at least 1, is {value}", f"Such as {usual}.")
-    run = resolve(path, overrides, require_data=True, processes=processes).run
+    run = resolve(options.run, overrides, require_data=True, processes=options.processes).run
     expect_startable(run)
-    file = out or RunFolder.of(run).path / "speed" / "speed.json"
+    file = options.out or RunFolder.of(run).path / "speed" / "speed.json"
     if file.is_dir():
         raise mistake("--out", f"{file} is a folder", f"Name a file, such as {file / 'speed.json'}.")
     file.parent.mkdir(parents=True, exist_ok=True)
-    code = _measured(run, steps, warm, file)
+    code = _measured(run, options.steps, options.warm, file)
     if code == 0 and env_rank(os.environ) == 0:
-        text = file.read_text()
-        if as_json:
-            print_json(jsonlib.loads(text), "measure-speed", indent=1)
+        document = json.loads(file.read_text())
+        if options.json:
+            print_json(document, "measure-speed", indent=1)
         else:
-            _show(jsonlib.loads(text), file)
+            _show(document, file)
     return code
 
 

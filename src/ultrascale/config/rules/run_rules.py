@@ -39,6 +39,7 @@ _READ_WITH = {
     "schedule": "pp", "layers_per_stage": "pp", "pipeline_runtime": "pp",
 }  # fmt: skip
 ALONE = "there is a single replica, which shares nothing with another"
+_NO_HISTORY = ': only fp8_scaling = "delayed" keeps a history'
 
 
 def run_problems(run: Run, *, require_data: bool = False, unreadable_keys: frozenset[str] = frozenset()) -> list[Problem]:
@@ -77,30 +78,26 @@ def run_notes(run: Run) -> list[str]:
     layout = run.layout
     # A single replica computes in bf16 with its own copies: nothing is all-gathered, sharded or reduced in any precision.
     alone = layout.dp * layout.cp == 1
-    set_for_nothing = {
-        "zero_stage": layout.zero_stage > 0,
-        "layers_per_bucket": layout.layers_per_bucket > 1,
-        "reduce_dtype": layout.reduce_dtype not in (None, layout.master_dtype),
-    }
-    notes = [*time_limit_notes(run), *_auxiliary_loss_notes(run.model), *tracker_notes(run.log)]
-    for key, is_set in set_for_nothing.items():
-        if alone and is_set:
-            notes.append(f"layout.{key} = {getattr(layout, key)} has no effect: {ALONE} (layout.dp = 1).")
-    for key, axis in _READ_WITH.items():
-        if getattr(layout, axis) == 1 and getattr(layout, key) != getattr(Layout, key):
-            notes.append(f"layout.{key} = {getattr(layout, key)} has no effect (layout.{axis} = 1).")
-    if layout.precision != "fp16" and run.loss_scale != LossScale():
-        notes.append(f"loss_scale has no effect: only fp16 scales the loss (layout.precision = {layout.precision}).")
-    for key in ("fp8_scaling", "fp8_keep_blocks", "fp8_all_gather"):
-        read_by = ("fp8",) if key == "fp8_scaling" else NARROW
-        if layout.precision not in read_by and getattr(layout, key) != getattr(Layout, key):
-            notes.append(f"layout.{key} = {getattr(layout, key)} has no effect (layout.precision = {layout.precision}).")
-    if layout.precision in NARROW and layout.fp8_all_gather and not gathers_fp8(layout):
+    precision, unread = f"(layout.precision = {layout.precision})", dict[str, str]()
+    if alone:
+        unread |= dict.fromkeys(("zero_stage", "layers_per_bucket"), f": {ALONE} (layout.dp = 1)")
+        unread |= {"reduce_dtype": f": {ALONE} (layout.dp = 1)"} if layout.reduce_dtype != layout.master_dtype else {}
+    unread |= {key: f" (layout.{axis} = 1)" for key, axis in _READ_WITH.items() if getattr(layout, axis) == 1}
+    if layout.precision != "fp8":
+        unread["fp8_scaling"] = f" {precision}"
+    if layout.precision not in NARROW:
+        unread |= dict.fromkeys(("fp8_keep_blocks", "fp8_all_gather"), f" {precision}")
+    elif not gathers_fp8(layout):
         why = ALONE if alone else "every rank keeps whole weights"
-        notes.append(f"layout.fp8_all_gather = True has no effect: {why} (layout.zero_stage = {layout.zero_stage}).")
-    for key in ("fp8_amax_history_len", "fp8_amax_compute_algo"):
-        if not is_delayed(layout) and getattr(layout, key) != getattr(Layout, key):
-            notes.append(f'layout.{key} = {getattr(layout, key)} has no effect: only fp8_scaling = "delayed" keeps a history.')
+        unread["fp8_all_gather"] = f": {why} (layout.zero_stage = {layout.zero_stage})"
+    if not is_delayed(layout):
+        unread |= dict.fromkeys(("fp8_amax_history_len", "fp8_amax_compute_algo"), _NO_HISTORY)
+    notes = [*time_limit_notes(run), *_auxiliary_loss_notes(run.model), *tracker_notes(run.log)]
+    for key, why in unread.items():
+        if getattr(layout, key) != getattr(Layout, key):
+            notes.append(f"layout.{key} = {getattr(layout, key)} has no effect{why}.")
+    if layout.precision != "fp16" and run.loss_scale != LossScale():
+        notes.append(f"loss_scale has no effect: only fp16 scales the loss {precision}.")
     if run.optimizer.name != "muon" and run.optimizer.momentum != Optimizer.momentum:
         notes.append(f"optimizer.momentum has no effect: only muon reads it (optimizer.name = {run.optimizer.name}).")
     if layout.dp > 1 and layout.zero_stage and layout.shard_size == 1:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from datetime import date, datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ultrascale.description.architecture.model import Model
 from ultrascale.description.architecture.weights import num_active_parameters, num_parameters
@@ -53,10 +53,6 @@ class Bought:
     optimal_parameters: float
     """Parameters of the dense model that the same FLOPs train with 20 tokens per parameter."""
 
-    def to_json(self) -> dict[str, Any]:
-        """A JSON-able dictionary."""
-        return dict(vars(self))
-
 
 def parse_budget(text: str, *, now: datetime | None = None) -> Budget:
     """Budget given by `text`. Raises UnitError with the expected form."""
@@ -85,12 +81,15 @@ def parse_budget(text: str, *, now: datetime | None = None) -> Budget:
         raise UnitError(f"expected money, a time or a date, found {text!r}") from None
 
 
-def usual_tokens(model: Model) -> tuple[int, str]:
-    """Default number of tokens to train on, and its reason: 20 per parameter, with experts per active parameter."""
+def tokens_to_train(model: Model, tokens: int | None) -> tuple[int, str]:
+    """Number of tokens to train on, and `, ` with the reason: `tokens`, without one, or else 20 per parameter, with experts per
+    active parameter."""
+    if tokens:
+        return tokens, ""
     if not model.num_experts:
-        return TOKENS_PER_PARAMETER * num_parameters(model), "20 a parameter (Hoffmann et al. 2022)"
+        return TOKENS_PER_PARAMETER * num_parameters(model), ", 20 a parameter (Hoffmann et al. 2022)"
     active = num_active_parameters(model)
-    why = f"20 for each of the {format_count(active)} active parameters (Hoffmann et al. 2022, of dense models)"
+    why = f", 20 for each of the {format_count(active)} active parameters (Hoffmann et al. 2022, of dense models)"
     return TOKENS_PER_PARAMETER * active, why
 
 

@@ -25,7 +25,7 @@ besides the copy that torch makes out of NCCL's buffer. With 256 ranks and 100 w
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,28 +65,47 @@ def data_parallel_seconds(
     micro_batches: Counts,
     constants: Constants,
 ) -> tuple[Floats, Floats]:
-    """Exposed seconds of a step's all-gathers and reductions by sort of rank, and seconds of compute that they slow down."""
-    at_once = (table.zero_stage == 1) & workload.stack.sums_whole_gradients
-    traffic = _traffic_of_a_step(workload, table, stages, at_once)
-    exposed, total = _exposed_of(traffic, workload, table, stages, passes, micro_batches, constants, at_once)
+    """Exposed seconds of a step's all-gathers and reductions by sort of rank, and seconds of compute that they slow down.
+
+    A step gathers once, or at ZeRO 3 in every pass; it reduces once, or at ZeRO 2 and 3 in every backward pass. The last
+    backward pass also sums over replicas.
+    """
+    stack, zero = workload.stack, table.zero_stage
+    at_once = (zero == 1) & stack.sums_whole_gradients
+    gathers, reductions, copies = _traffic_of_a_step(workload, table, stages, at_once)
+    per_micro_batch = zero == 3
+    weight_copies = num_weight_copies(table)  # a micro-batch uses one of a rank's copies, the step ends in each
+    often = np.where(per_micro_batch, micro_batches, weight_copies)
+    reduces_often = np.where(
+        (zero >= stack.reduces_from) & (stack.gathers == "buckets"), np.maximum(micro_batches, weight_copies), weight_copies
+    )
+    forward_window = constants.data_parallel_window * (passes.forward + passes.tensor_parallel / 3)
+    backward_window = constants.data_parallel_window * (passes.backward + passes.tensor_parallel * 2 / 3)
+    beside = stack.overlaps_data_parallel & ~at_once
+    forward_window, backward_window = forward_window * beside, backward_window * beside
+    edge = 1.0 / np.maximum(stages.layers.sum(axis=1), 1.0)  # the first gather and the last reduction are exposed
+    in_backward = np.where(per_micro_batch, gathers, 0.0) + reductions
+    chunks, more = _beside_other_chunks(workload, table, micro_batches)
+    exposed_forward = _exposed(gathers, forward_window, gathers * edge, chunks, more)
+    exposed_backward = np.maximum(in_backward - backward_window, reductions * edge)
+    last_backward = _exposed(in_backward + copies, backward_window, (reductions + copies) * edge, chunks, more)
+    only_gathers = np.maximum(np.where(per_micro_batch, gathers, 0.0) - backward_window, 0.0)
+    exposed = often * exposed_forward + (reduces_often - weight_copies) * exposed_backward + weight_copies * last_backward
+    exposed = exposed + np.where(
+        per_micro_batch & (reduces_often == weight_copies), (micro_batches - weight_copies) * only_gathers, 0.0
+    )
+    total = often * gathers + (reduces_often - weight_copies) * in_backward + weight_copies * (in_backward + copies)
     exchange = _mirror_seconds(workload, table, stages)
     exposed, total = exposed + exchange, total + exchange
     return exposed, constants.overlap_slowdown * np.maximum(total - exposed, 0.0)
 
 
-class _Traffic(NamedTuple):
-    """Seconds of collectives without overlap, [sorts of rank, layouts], each once for all buckets of a rank."""
-
-    gathers: Floats
-    """All-gather of parameters over the shard group."""
-    reductions: Floats
-    """Reduction of gradients over the shard group."""
-    copies: Floats
-    """All-reduce of gradient shards over replicas of the state."""
-
-
-def _traffic_of_a_step(workload: Workload, table: LayoutTable, stages: Stages, at_once: NDArray[np.bool_]) -> _Traffic:
-    """Seconds of a step's collectives. `at_once`: layouts whose unsharded gradients are reduced in one message."""
+def _traffic_of_a_step(
+    workload: Workload, table: LayoutTable, stages: Stages, at_once: NDArray[np.bool_]
+) -> tuple[Floats, Floats, Floats]:
+    """Seconds of a step's collectives without overlap, [sorts of rank, layouts], each once for all buckets of one copy of a
+    rank's stages: all-gather of parameters and reduction of gradients over the shard group, and all-reduce of gradient shards
+    over replicas of the state. `at_once`: layouts whose unsharded gradients are reduced in one message."""
     cluster, is_sharded = workload.cluster, table.zero_stage > 0
     reduce_bytes = np.minimum(workload.stack.reduce_bytes, table.reduce_itemsize)
     itemsize = COMPUTE_BYTES[table.precision]
@@ -111,7 +130,7 @@ def _traffic_of_a_step(workload: Workload, table: LayoutTable, stages: Stages, a
         copies += collective_seconds(cluster, "all_reduce", local * reduce_bytes, size=copy_size, stride=copy_stride) * buckets
     if at_once.any():
         gathers += np.where(at_once, copy_seconds(workload, table, stages, itemsize), 0.0)
-    return _Traffic(gathers, reductions, copies)
+    return gathers, reductions, copies
 
 
 def _sorts_of_parameters(
@@ -127,48 +146,6 @@ def _sorts_of_parameters(
         group = table.tp * table.cp * table.dp // expert_ranks
         size = np.gcd(np.maximum(1, group), shard[0])
         yield stages.expert_parameters, in_fp8[1], (size, expert_ranks), (np.maximum(1, group // size), expert_ranks * size)
-
-
-def _exposed_of(
-    traffic: _Traffic,
-    workload: Workload,
-    table: LayoutTable,
-    stages: Stages,
-    passes: PassSeconds,
-    micro_batches: Counts,
-    constants: Constants,
-    at_once: NDArray[np.bool_],
-) -> tuple[Floats, Floats]:
-    """Exposed and total seconds of a step's traffic, [sorts of rank, layouts]; `traffic` is of one copy of a rank's stages.
-
-    A step gathers once, or at ZeRO 3 in every pass; it reduces once, or at ZeRO 2 and 3 in every backward pass. The last
-    backward pass also sums over replicas.
-    """
-    stack, zero = workload.stack, table.zero_stage
-    gathers, reductions, copies = traffic
-    per_micro_batch = zero == 3
-    weight_copies = num_weight_copies(table)  # a micro-batch uses one of a rank's copies, the step ends in each
-    often = np.where(per_micro_batch, micro_batches, weight_copies)
-    reduces_often = np.where(
-        (zero >= stack.reduces_from) & (stack.gathers == "buckets"), np.maximum(micro_batches, weight_copies), weight_copies
-    )
-    forward_window = constants.data_parallel_window * (passes.forward + passes.tensor_parallel / 3)
-    backward_window = constants.data_parallel_window * (passes.backward + passes.tensor_parallel * 2 / 3)
-    beside = stack.overlaps_data_parallel & ~at_once
-    forward_window, backward_window = forward_window * beside, backward_window * beside
-    edge = 1.0 / np.maximum(stages.layers.sum(axis=1), 1.0)  # the first gather and the last reduction are exposed
-    in_forward = gathers
-    in_backward = np.where(per_micro_batch, gathers, 0.0) + reductions
-    chunks, more = _beside_other_chunks(workload, table, micro_batches)
-    exposed_forward = _exposed(in_forward, forward_window, in_forward * edge, chunks, more)
-    exposed_backward = np.maximum(in_backward - backward_window, reductions * edge)
-    last_backward = _exposed(in_backward + copies, backward_window, (reductions + copies) * edge, chunks, more)
-    only_gathers = np.maximum(np.where(per_micro_batch, gathers, 0.0) - backward_window, 0.0)
-    exposed = often * exposed_forward + (reduces_often - weight_copies) * exposed_backward + weight_copies * last_backward
-    exposed = exposed + np.where(
-        per_micro_batch & (reduces_often == weight_copies), (micro_batches - weight_copies) * only_gathers, 0.0
-    )
-    return exposed, often * in_forward + (reduces_often - weight_copies) * in_backward + weight_copies * (in_backward + copies)
 
 
 def _exposed(busy: Floats, window: Floats, least: Floats, chunks: Floats, more: Floats) -> Floats:

@@ -13,7 +13,7 @@ from rich.text import Text
 from ultrascale.description.architecture.weights import num_parameters
 from ultrascale.description.layout import Layout
 from ultrascale.description.units import format_bytes, format_count, format_flops_per_second, format_seconds
-from ultrascale.plan.costs.budget import bought, parse_budget, usual_tokens
+from ultrascale.plan.costs.budget import bought, parse_budget, tokens_to_train
 from ultrascale.plan.costs.cost import cost
 from ultrascale.plan.costs.stops import SPARES_SUFFICE, Stops, stops
 from ultrascale.plan.islands import IslandsPlan
@@ -375,7 +375,9 @@ def _per_block(memory: MemoryPlan) -> RenderableType:
 
 def _speed(plan: RunPlan, prediction: Prediction, tokens: int | None, budget: str | None, *, brief: bool = False) -> Table:
     """Tokens per second, utilisation of the devices, and time and cost of a training run; `brief`: in fewer rows."""
-    table = _rows()
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    for style in ("", "bold", "dim"):
+        table.add_column(no_wrap=style != "dim", style=style)
     per_gpu = prediction.tokens_per_second_per_gpu
     low, high = (format_seconds(end) for end in step_interval(prediction))
     step = "step" if plan.fits else "step, if it fitted"
@@ -393,7 +395,7 @@ def _speed(plan: RunPlan, prediction: Prediction, tokens: int | None, budget: st
         table.add_row("MFU", f"{prediction.mfu():.1%}", words)
         table.add_row("HFU", f"{prediction.hfu():.1%}", "also counts recomputation and masked-out attention")
     if plan.fits:
-        goal, why = _goal(plan, tokens)
+        goal, why = tokens_to_train(plan.run.model, tokens)
         training = cost(plan.cluster, goal / prediction.tokens_per_second, num_gpus=plan.run.layout.world_size)
         table.add_row(
             "training", format_seconds(training.seconds), f"on {format_count(goal)} tokens{why}, without interruptions"
@@ -447,19 +449,3 @@ def _ratio_words(ratio: float) -> str:
     if ratio < LEAST_RATIO:
         return f"less than {LEAST_RATIO}"
     return f"{ratio:,.0f}" if ratio >= 10 else f"{ratio:.2g}"
-
-
-def _goal(plan: RunPlan, tokens: int | None) -> tuple[int, str]:
-    """Number of tokens to train on, and the reason for it."""
-    if tokens:
-        return tokens, ""
-    goal, why = usual_tokens(plan.run.model)
-    return goal, f", {why}"
-
-
-def _rows() -> Table:
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True, style="bold")
-    table.add_column(style="dim")
-    return table
