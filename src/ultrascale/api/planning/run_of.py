@@ -108,7 +108,7 @@ class ModelAndMachines:
 
     @classmethod
     def of(cls, options: Any) -> ModelAndMachines:
-        """Those of a verb's options."""
+        """Model and machines of a verb's options."""
         return cls(options.model, options.gpus, options.seq_len, options.tokens_per_batch)
 
     @property

@@ -519,7 +519,7 @@ class Sweep(TypedDict):
 
 
 class Report(TypedDict):
-    """What a report adds to the summary of the run's folder."""
+    """Keys that a report adds to the summary of the run's folder."""
 
     memory_percent: float | None
     """Difference of the planned from the measured value, in percent."""

@@ -350,7 +350,7 @@ def _front(priced: PricedLayouts) -> list[int]:
 
 
 def _fitting(predictions: Iterable[Prediction]) -> list[Prediction]:
-    """Those that fit, by ascending expected time."""
+    """Predictions that fit, by ascending expected time."""
     return sorted((prediction for prediction in predictions if prediction.memory.fits), key=expected_seconds)
 
 
