@@ -89,6 +89,15 @@ def _plain_ticks(axis: Any) -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
+def _bars(axes: Any, rows: Sequence[tuple[str, float, float, str, str]], space: float) -> None:
+    """A bar of each row, of its name, left end, width, colour and text, with `space` times their width for all of them."""
+    for position, (_, left, wide, colour, text) in enumerate(rows):
+        axes.barh(position, wide, left=left, color=colour, height=0.7)
+        axes.text(left + wide, position, f" {text}", va="center", fontsize=8)
+    axes.set_xlim(0, max(left + wide for _, left, wide, _, _ in rows) * space or 1)
+    _rows(axes, [row[0] for row in rows])
+
+
 def _rows(axes: Any, names: Sequence[str]) -> None:
     axes.set_yticks(range(len(names)), names, fontsize=8)
     axes.invert_yaxis()
@@ -123,13 +132,12 @@ def _memory(answer: Mapping[str, Any], bars: Sequence[Mapping[str, Any]], title:
 def _waterfall(answer: Mapping[str, Any]) -> Any:
     parts = answer["waterfall"]
     figure, axes = _axes(answer, "Time of a step", 1.4 + 0.3 * len(parts), "seconds")
-    left = 0.0
-    for position, part in enumerate(parts):
-        axes.barh(position, part["value"], left=left, color=COLOURS.get(part["name"], "#5b646e"), height=0.7)
+    rows, left = [], 0.0
+    for part in parts:
+        colour, text = COLOURS.get(part["name"], "#5b646e"), f"{part['text']}, {part['share']}"
+        rows.append((part["label"], left, part["value"], colour, text))
         left += part["value"]
-        axes.text(left, position, f" {part['text']}, {part['share']}", va="center", fontsize=8)
-    axes.set_xlim(0, left * 1.25)
-    _rows(axes, [part["label"] for part in parts])
+    _bars(axes, rows, 1.25)
     return figure
 
 
@@ -154,11 +162,10 @@ def _schedule(answer: Mapping[str, Any], schedule: Mapping[str, Any]) -> Any:
 def _sent(answer: Mapping[str, Any]) -> Any:
     rows = answer["sent"]["rows"]
     figure, axes = _axes(answer, f"Sent in a step by rank {answer['sent']['rank']:,}", 1.4 + 0.3 * len(rows), "GiB")
-    for position, row in enumerate(rows):
-        axes.barh(position, row["value"] / GIB, color="#56b4e9" if row["over"] == "network" else "#0072b2", height=0.7)
-        axes.text(row["value"] / GIB, position, f" {row['text']}, {row['over']}", va="center", fontsize=8)
-    axes.set_xlim(0, max(row["value"] for row in rows) / GIB * 1.3)
-    _rows(axes, [f"{row['axis']}, {row['kind']}" for row in rows])
+    colours = {"network": "#56b4e9", "node": "#0072b2"}
+    bars = [(f"{row['axis']}, {row['kind']}", 0.0, row["value"] / GIB, colours[row["over"]], f"{row['text']}, {row['over']}")
+            for row in rows]  # fmt: skip
+    _bars(axes, bars, 1.3)
     return figure
 
 
@@ -228,9 +235,6 @@ def _scaling(answer: Mapping[str, Any]) -> Any:
     figure, axes = _axes(
         answer, "The best layout on other numbers of devices, the batch unchanged", 1.4 + 0.3 * len(rows), "tokens a second"
     )
-    for position, row in enumerate(rows):
-        axes.barh(position, row["value"], color="#009e73" if row["pays"] else "#9aa2ab", height=0.7)
-        axes.text(row["value"], position, f" {row['text']}", va="center", fontsize=8)
-    axes.set_xlim(0, max(row["value"] for row in rows) * 1.2 or 1)
-    _rows(axes, [f"{row['gpus']:,}" for row in rows])
+    colours = {True: "#009e73", False: "#9aa2ab"}
+    _bars(axes, [(f"{row['gpus']:,}", 0.0, row["value"], colours[row["pays"]], row["text"]) for row in rows], 1.2)
     return figure

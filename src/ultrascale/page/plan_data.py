@@ -247,7 +247,7 @@ def _waterfall(prediction: Prediction) -> list[dict[str, Any]]:
 
 def _roofline(prediction: Prediction) -> dict[str, Any] | None:
     """Operations of the step, the longest first, and the device's two bounds; None if its bandwidth is unknown."""
-    accelerator, work = prediction.workload.cluster.accelerator, operation_costs(prediction)
+    accelerator, work = prediction.workload.accelerator, operation_costs(prediction)
     if accelerator.memory_bytes_per_second is None or not work:
         return None
     peak, bandwidth = peak_flops(prediction), accelerator.memory_bytes_per_second.value

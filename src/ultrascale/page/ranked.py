@@ -9,7 +9,7 @@ from ultrascale.description.units import count_of, format_bytes, format_seconds
 from ultrascale.page.documents import number
 from ultrascale.plan.report import step_interval
 from ultrascale.plan.search.explain import binding, marginals
-from ultrascale.plan.search.search import TIE, SearchResult, distinct, expected_seconds
+from ultrascale.plan.search.search import TIE, SearchResult, distinct
 from ultrascale.plan.time.price import Prediction
 from ultrascale.plan.view.search_view import batch_words, layout_words, no_layout_fits
 
@@ -23,7 +23,7 @@ def ranking(result: SearchResult) -> dict[str, Any]:
     """The fastest layouts, the front of time and memory, and the extent of the search."""
     priced, ours = result.priced, result.workload.stack.name == "ultrascale"
     rows = [_row(prediction, result, ours=ours) for prediction in distinct(result.ranked)[:TOP]]
-    tied = result.num_tied if result.ranked else 0
+    tied = result.num_tied
     note = f"{len(priced.fits):,} legal layouts" + (f"; at least {priced.num_unfit:,} do not fit." if priced.num_unfit else ".")
     if tied > 1:
         within = f"{tied}, with those that differ only in details, are within {TIE:.0%} of the first (=)"
@@ -39,7 +39,7 @@ def _row(prediction: Prediction, result: SearchResult, *, ours: bool) -> dict[st
     return {
         "layout": layout_words(layout, prediction.num_micro_batches),
         "settings": settings_of(prediction),
-        "tied": bool(result.ranked) and expected_seconds(prediction) <= expected_seconds(result.ranked[0]) * (1 + TIE),
+        "tied": result.is_tied(prediction),
         "runs": ours and not untrainable(prediction.workload.model, layout),
         "step": number(prediction.step_seconds, format_seconds),
         "interval": f"{format_seconds(low)} to {format_seconds(high)}",

@@ -15,6 +15,9 @@ from ultrascale.description.recomputed import blocks_text, modes_of
 from ultrascale.description.schedules import SCHEDULES, USUAL, KnownSchedule
 
 Column = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
+Indices = NDArray[np.intp]
 RECOMPUTE = ("none", "selective", "full", "every-k", "blocks")
 CP_METHODS = ("ring", "all-gather", "all-to-all", "ring+all-to-all")
 PRECISIONS: tuple[Precision, ...] = ("fp64", "fp32", "bf16", "fp16", *NARROW)
@@ -79,7 +82,7 @@ class LayoutTable:
         """`modes` of `count` blocks."""
         return self.modes * count if len(self.modes) == 1 else self.modes
 
-    def take(self, index: NDArray[np.intp] | NDArray[np.bool_] | Sequence[int]) -> LayoutTable:
+    def take(self, index: Indices | Bools | Sequence[int]) -> LayoutTable:
         """The rows of `index`, an array of numbers or of booleans."""
         taken: dict[str, Any] = {name: getattr(self, name)[index] for name in COLUMNS}
         return LayoutTable(**taken, modes=self.modes)
@@ -95,7 +98,7 @@ class LayoutTable:
         return np.where(swaps, 1, self.cp // np.minimum(self.cp, self.cp_heads))
 
     @property
-    def gathers_fp8(self) -> NDArray[np.bool_]:
+    def gathers_fp8(self) -> Bools:
         """True where weights of fp8 GEMMs are all-gathered in fp8: `work.fp8_slots.gathers_fp8`."""
         in_fp8 = _IS_NARROW[self.precision] & (self.fp8_all_gather > 0)
         return in_fp8 & (self.zero_stage > 0) & (self.dp_shard * self.cp > 1) if in_fp8.any() else in_fp8
@@ -106,17 +109,17 @@ class LayoutTable:
         return np.where(_IS_NARROW[self.precision], self.fp8_keep_blocks, 0)
 
     @property
-    def narrow_bytes(self) -> NDArray[np.float64]:
+    def narrow_bytes(self) -> Floats:
         """Bytes per element of the operands of an fp8 or fp4 GEMM, including scales per block."""
         return _NARROW_BYTES[self.precision]
 
     @property
-    def scales_by_tensor(self) -> NDArray[np.bool_]:
+    def scales_by_tensor(self) -> Bools:
         """True where fp8 weights have scales per tensor or row, besides the scales per block in `narrow_bytes`."""
         return self.precision != PRECISIONS.index("mxfp8")
 
     @property
-    def delays_fp8(self) -> NDArray[np.bool_]:
+    def delays_fp8(self) -> Bools:
         """True where fp8 uses delayed scaling (scales from an amax history)."""
         in_fp8 = self.precision == PRECISIONS.index("fp8")
         return in_fp8 & (self.fp8_scaling == FP8_SCALINGS.index("delayed"))

@@ -19,10 +19,9 @@ from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ultrascale.description.layout import NARROW
-from ultrascale.plan.layouts import LayoutTable, by_schedule
+from ultrascale.plan.layouts import Column, Floats, LayoutTable, by_schedule
 from ultrascale.schedules.actions import Action, Kind
 from ultrascale.work.op_builders import narrow_bytes
 from ultrascale.work.ops import Collective, Op, Shape
@@ -79,7 +78,7 @@ def gathered_input_bytes(op: Op, shape: Shape) -> int:
     return narrow_bytes(shape, elements) if op.in_fp8 else elements * shape.itemsize
 
 
-def split_shares(table: LayoutTable, num_micro_batches: NDArray[np.int64]) -> NDArray[np.float64]:
+def split_shares(table: LayoutTable, num_micro_batches: Column) -> Floats:
     """Fraction of backward passes that a known schedule splits into I and W, on the first, a middle and the last rank, [3,
     layouts]. Those of the first stage are never split."""
     m, p, stages = num_micro_batches, table.pp, _STAGES[table.schedule]

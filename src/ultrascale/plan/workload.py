@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from ultrascale.catalogue.cluster import Cluster
+from ultrascale.catalogue.cluster import Accelerator, Cluster
 from ultrascale.catalogue.stacks.stack import Overheads, Stack, program_overheads
 from ultrascale.catalogue.stacks.stack_files import STACKS
 from ultrascale.description.architecture.model import Model
@@ -41,6 +41,10 @@ class Workload:
         other = replace(self, sequences_per_batch=sequences)
         object.__setattr__(other, "priced_shapes", self.priced_shapes)
         return other
+
+    @property
+    def accelerator(self) -> Accelerator:
+        return self.cluster.accelerator
 
     @cached_property
     def overheads(self) -> Overheads:

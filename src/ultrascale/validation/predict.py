@@ -178,7 +178,7 @@ def _reason(setup: Setup, workload: Workload, layout: Layout) -> str:
 
 def _peak(workload: Workload, layout: Layout) -> float:
     """Dense peak FLOPs per second for the row's MFU: that of its precision."""
-    accelerator = workload.cluster.accelerator
+    accelerator = workload.accelerator
     narrow = layout.precision if layout.precision in accelerator.peak_flops else "fp8"
     if layout.precision in NARROW and narrow in accelerator.peak_flops:
         return accelerator.peak_flops_per_second(narrow)

@@ -73,7 +73,7 @@ class SearchOutcome:
             "num_priced": int(priced.was_priced.sum()),
             "seconds": result.seconds,
             "tie_fraction": TIE,
-            "num_tied": result.num_tied if result.ranked else 0,
+            "num_tied": result.num_tied,
             "ranked": [
                 prediction_json(prediction) | {"out_of_memory_risk": risk(prediction)}
                 for prediction in distinct(result.ranked)[:top]

@@ -6,12 +6,11 @@ import json as jsonlib
 import os
 import re
 import sys
+from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import tyro
+from typing import TYPE_CHECKING
 
 from ultrascale.cli.measure.measure_speed import launched_once
 from ultrascale.cli.terminal.parse import parse_with_overrides
@@ -42,17 +41,8 @@ MOST_BEFORE, MOST_STEPS = 100, 20
 """Most steps before the first profiled one, and most profiled steps: a trace has several megabytes per step and rank."""
 
 
-def measure(
-    what: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="step")],
-    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN.TOML")],
-    /,
-    steps: str = "8-10",
-    out: Path | None = None,
-    processes: int | None = None,
-    top: int = 10,
-    html: Path | None = None,
-    json: bool = False,
-) -> tuple[str, str, str, Path | None, int | None, int, Path | None, bool]:
+@dataclass(frozen=True)
+class StepOptions:
     """Profile steps of a run: a trace per rank, and step time by the planner's categories, compared with the plan.
 
     The run starts anew and writes only the measurement to its folder. Any setting can follow as a dotted flag:
@@ -60,18 +50,24 @@ def measure(
         ultrascale measure step run.toml --steps 8-10 --layout.dp 2
 
     Under torchrun this is one rank, as with train.
-
-    Args:
-        what: `step`.
-        run: TOML file of the run.
-        steps: Steps to profile, counted from 1: the first four measure memory, and one before these warms the profiler up.
-        out: Folder for traces, report and pictures. Default: `profile` in the run's folder.
-        processes: Start this many processes here, as `ultrascale train` does.
-        top: Number of operations or kernels to list.
-        html: Write the report with its charts to one self-contained HTML file.
-        json: Print the report as one JSON object.
     """
-    return what, run, steps, out, processes, top, html, json
+
+    what: str
+    """`step`."""
+    run: str
+    """TOML file of the run."""
+    steps: str = "8-10"
+    """Steps to profile, counted from 1: the first four measure memory, and one before these warms the profiler up."""
+    out: Path | None = None
+    """Folder for traces, report and pictures. Default: `profile` in the run's folder."""
+    processes: int | None = None
+    """Start this many processes here, as `ultrascale train` does."""
+    top: int = 10
+    """Number of operations or kernels to list."""
+    html: Path | None = None
+    """Write the report with its charts to one self-contained HTML file."""
+    json: bool = False
+    """Print the report as one JSON object."""
 
 
 def command(arguments: list[str]) -> int:
@@ -86,22 +82,21 @@ def command(arguments: list[str]) -> int:
         return 0
     if arguments[0].isalpha() and arguments[0] != "step":
         raise SpecError([_unknown(arguments[0], "RUN.TOML")])
-    parsed, overrides = parse_with_overrides(measure, "measure", arguments)
-    what, path, steps, out, processes, top, html, as_json = parsed
-    if what != "step":
-        raise SpecError([_unknown(what, path)])
-    if top < 0:
-        raise mistake("--top", f"must be at least 0, is {top}", "0 lists none.")
-    first, last = parse_steps(steps)
-    expect_writable(html)
-    run = resolve(path, overrides, require_data=True, processes=processes).run
+    options, overrides = parse_with_overrides(StepOptions, "measure", arguments, positional={"what": "step", "run": "RUN.TOML"})
+    if options.what != "step":
+        raise SpecError([_unknown(options.what, options.run)])
+    if options.top < 0:
+        raise mistake("--top", f"must be at least 0, is {options.top}", "0 lists none.")
+    first, last = parse_steps(options.steps)
+    expect_writable(options.html)
+    run = resolve(options.run, overrides, require_data=True, processes=options.processes).run
     expect_startable(run)
-    folder = out or RunFolder.of(run).path / "profile"
+    folder = options.out or RunFolder.of(run).path / "profile"
     code = _profile(run, first, last, folder)
     if code == 0 and env_rank(os.environ) == 0:
-        if html is not None:
-            write_document(html, step_document(_report(folder).to_json()), ["measure", *arguments])
-        _show(folder, html, top=top, as_json=as_json)
+        if options.html is not None:
+            write_document(options.html, step_document(_report(folder).to_json()), ["measure", *arguments])
+        _show(folder, options.html, top=options.top, as_json=options.json)
     return code
 
 

@@ -63,8 +63,8 @@ def operation_costs(prediction: Prediction) -> list[OperationCost]:
 def peak_flops(prediction: Prediction) -> float:
     """Peak dense FLOP/s in the dtype of GEMMs."""
     precision = prediction.layout.precision
-    dtype = "fp8" if precision in NARROW and "fp8" in prediction.workload.cluster.accelerator.peak_flops else precision
-    return prediction.workload.cluster.accelerator.peak_flops_per_second(dtype)
+    dtype = "fp8" if precision in NARROW and "fp8" in prediction.workload.accelerator.peak_flops else precision
+    return prediction.workload.accelerator.peak_flops_per_second(dtype)
 
 
 def _works_of(workload: Workload, shape: Shape, op: Op, is_head: bool) -> Iterator[OperationCost]:

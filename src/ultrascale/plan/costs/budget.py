@@ -108,7 +108,7 @@ def bought(budget: Budget, prediction: Prediction) -> Bought | None:
     workload, layout = prediction.workload, prediction.layout
     seconds = budget.seconds
     if seconds is None:
-        price = workload.cluster.accelerator.dollars_per_hour
+        price = workload.accelerator.dollars_per_hour
         if price is None or budget.dollars is None:
             return None
         seconds = budget.dollars / (price.value * layout.world_size) * 3600

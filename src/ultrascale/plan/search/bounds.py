@@ -9,15 +9,13 @@ that fits needs no more than its bound. Neither the ranking nor the Pareto front
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ultrascale.plan.columns.rank_activations import ALL_FORWARD, least_of_blocks
 from ultrascale.plan.columns.rank_state import RankState, rank_state
-from ultrascale.plan.layouts import LayoutTable
+from ultrascale.plan.layouts import Column, Floats, LayoutTable
 from ultrascale.plan.time.stages import FIRST, Stages, partition_stages
 from ultrascale.plan.workload import Workload
 
-Floats = NDArray[np.float64]
 WIDE = 4
 """Bytes per element from which a single process computes with the parameters themselves, without low-precision copies."""
 
@@ -49,7 +47,7 @@ def pass_floor(workload: Workload, table: LayoutTable) -> Floats:
     return np.where(stages.exists > 0, always + beside + flight * saved + at_work, 0.0).max(axis=0)
 
 
-def _state(workload: Workload, table: LayoutTable) -> tuple[RankState, Stages, NDArray[np.int64]]:
+def _state(workload: Workload, table: LayoutTable) -> tuple[RankState, Stages, Column]:
     """Training state of each rank, the stages, and micro-batches of a step."""
     stages = partition_stages(workload, table)
     micro_batches = np.maximum(workload.sequences_per_batch // (table.dp * table.micro_batch_size), 1)

@@ -13,7 +13,6 @@ from math import prod
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ultrascale.catalogue.stacks.stack_files import abilities
 from ultrascale.config.rules.run_rules import parallelism_problems
@@ -22,7 +21,7 @@ from ultrascale.description.problems import Problem
 from ultrascale.description.recomputed import is_modules, modules_name, modules_named
 from ultrascale.description.schedules import SCHEDULES, schedule_for
 from ultrascale.description.units import count_of, divisors
-from ultrascale.plan.layouts import CHOICES, RECOMPUTE, LayoutTable
+from ultrascale.plan.layouts import CHOICES, RECOMPUTE, Bools, LayoutTable
 from ultrascale.plan.search.space import Constraints, Space, modules_of_constraints, nearest_batches
 from ultrascale.plan.workload import Workload
 from ultrascale.schedules.build import is_file
@@ -95,7 +94,7 @@ def _appears(table: LayoutTable, name: str, value: Any) -> bool:
     return bool(((getattr(table, name) == number) & (_in_use(table, name) | (number == 1 and choices is None))).any())
 
 
-def _in_use(table: LayoutTable, name: str) -> NDArray[np.bool_]:
+def _in_use(table: LayoutTable, name: str) -> Bools:
     masks = {
         "schedule": table.pp > 1, "virtual_stages": table.pp > 1, "cp_method": table.cp > 1,
         "cp_heads": table.cp > 1, "dp_shard": table.zero_stage > 0,

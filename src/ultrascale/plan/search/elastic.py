@@ -35,7 +35,7 @@ def elastic_layout(run: Run, world: int, *, device: str = "cpu") -> Layout:
     precision = run.layout.precision
     # Many accelerators have no fp64 rate in the catalogue.
     base = Layout(precision="fp32" if precision == "fp64" else precision, reduce_dtype=run.layout.reduce_dtype)
-    if workload.cluster.accelerator.peak_flops:
+    if workload.accelerator.peak_flops:
         prediction = fastest(workload, base=base)
         layout = None if prediction is None else prediction.layout
     else:

@@ -14,12 +14,11 @@ from functools import partial
 from math import inf
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ultrascale.catalogue.cluster import Cluster, Link
 from ultrascale.description.layout import Layout
 from ultrascale.plan.constants import CONSTANTS, Constants
-from ultrascale.plan.layouts import COLUMNS, LayoutTable
+from ultrascale.plan.layouts import COLUMNS, Bools, LayoutTable
 from ultrascale.plan.search.search import (
     PricedLayouts,
     SearchResult,
@@ -84,7 +83,7 @@ def rungs(result: SearchResult) -> list[Rung]:
     table = result.priced.table
     alone = (table.tp == 1) & (table.pp == 1) & (table.cp == 1)
     whole, no_recompute = table.zero_stage == 0, table.recompute == 0
-    ladder: list[tuple[str, NDArray[np.bool_]]] = [
+    ladder: list[tuple[str, Bools]] = [
         ("data parallelism", alone & whole & no_recompute),
         ("+ ZeRO 1", alone & (table.zero_stage <= 1) & no_recompute),
         ("+ ZeRO 2", alone & (table.zero_stage <= 2) & no_recompute),
@@ -102,7 +101,7 @@ def rungs(result: SearchResult) -> list[Rung]:
     return steps
 
 
-def _rung(name: str, result: SearchResult, rows: NDArray[np.bool_]) -> Rung:
+def _rung(name: str, result: SearchResult, rows: Bools) -> Rung:
     priced = result.fully_priced
     best = fastest_of_each_schedule(priced.table, priced.step_seconds, rows & priced.fits, PLAYED)
     seconds = [prediction.step_seconds for prediction in predict_rows(result.workload, priced.table.take(best))]
@@ -189,7 +188,7 @@ def marginals(result: SearchResult) -> list[Marginal]:
     best = result.best
     if best is None:
         return []
-    pool = _pool(result.fully_priced, result.workload.cluster.accelerator.memory_bytes.value)
+    pool = _pool(result.fully_priced, result.workload.accelerator.memory_bytes.value)
     workload = result.workload
     base, current = best.step_seconds, best.layout
     gains = []
@@ -204,7 +203,7 @@ def seconds_otherwise(result: SearchResult, workload: Workload) -> float:
     """Seconds of a step of the fastest layout that fits if `workload` takes the place of the search's, on the same machine."""
     best = result.best
     assert best is not None
-    pool = _pool(result.priced, workload.cluster.accelerator.memory_bytes.value, POOL // 4)
+    pool = _pool(result.priced, workload.accelerator.memory_bytes.value, POOL // 4)
     return _fastest(workload, pool, best.layout, CONSTANTS)
 
 

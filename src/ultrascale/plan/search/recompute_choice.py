@@ -18,7 +18,6 @@ from itertools import combinations
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ultrascale.catalogue.cluster import Cluster
 from ultrascale.catalogue.stacks.stack import Stack
@@ -31,7 +30,7 @@ from ultrascale.description.units import format_bytes
 from ultrascale.plan.columns.block_memory import block_memory
 from ultrascale.plan.columns.footprint import stage_memory
 from ultrascale.plan.constants import CONSTANTS
-from ultrascale.plan.layouts import LayoutTable
+from ultrascale.plan.layouts import Column, Floats, Indices, LayoutTable
 from ultrascale.plan.memory.replay import num_micro_batches, plan_memory, rank_shape, stage_parts
 from ultrascale.plan.pipeline.pipeline_activations import rank_in_flight
 from ultrascale.plan.report import RunPlan, device_of, has_rates, live_room, plan_run, workload_of
@@ -114,11 +113,11 @@ class Frontier:
 
     blocks: Sequence[Sequence[RecomputeOption]]
     weights: Sequence[int]
-    kept_bytes: NDArray[np.int64]
+    kept_bytes: Column
     """Descending."""
-    seconds: NDArray[np.float64]
+    seconds: Floats
     """Ascending."""
-    steps: Sequence[tuple[NDArray[np.intp], NDArray[np.intp]]]
+    steps: Sequence[tuple[Indices, Indices]]
     """For each block: index of the choice for the blocks before it, and of its own option."""
 
     def at(self, index: int) -> RecomputeChoice:
@@ -148,7 +147,7 @@ class Frontier:
 def frontier(blocks: Sequence[Sequence[RecomputeOption]], weights: Sequence[int]) -> Frontier:
     """Pareto front of the choices for `blocks`; `weights`: for how many micro-batches each block keeps its bytes."""
     kept, seconds = np.zeros(1, dtype=np.int64), np.zeros(1)
-    steps: list[tuple[NDArray[np.intp], NDArray[np.intp]]] = []
+    steps: list[tuple[Indices, Indices]] = []
     for options, weight in zip(blocks, weights, strict=True):
         more = np.array([option.kept_bytes * weight for option in options], dtype=np.int64)
         every = (kept[:, None] + more).ravel(), (seconds[:, None] + np.array([option.seconds for option in options])).ravel()
@@ -298,7 +297,7 @@ def _mixed(ops: tuple[Op, ...], shape: Shape) -> list[str]:
 
 def _seconds(workload: Workload, shape: Shape, op: Op) -> float:
     """Seconds of one operation's forward pass, with its messages."""
-    if workload.cluster.accelerator.measured_at_run_time:
+    if workload.accelerator.measured_at_run_time:
         flops = op.flops * (op.scores.share if op.scores is not None else 1.0)
         return flops / CPU_FLOPS_PER_SECOND + op.moved_bytes / CPU_BYTES_PER_SECOND
     return float(forward_seconds(workload, shape, (op,), CONSTANTS).sum())

@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ultrascale.description.layout import Layout
 from ultrascale.description.problems import Problem, SpecError, expect_none
@@ -26,7 +25,7 @@ from ultrascale.description.units import count_of, divisors
 from ultrascale.plan.columns.footprint import MARGIN, RETAINED_SHARE, outside_bytes, reserved_bytes, stage_memory
 from ultrascale.plan.columns.rank_activations import cache_blocks
 from ultrascale.plan.intervals import out_of_memory_risk
-from ultrascale.plan.layouts import LayoutTable
+from ultrascale.plan.layouts import Bools, Floats, Indices, LayoutTable
 from ultrascale.plan.layouts import distinct as distinct_values
 from ultrascale.plan.search.bounds import pass_floor, state_floor
 from ultrascale.plan.search.constraints import unmet
@@ -37,7 +36,6 @@ from ultrascale.plan.time.price import PAIRED, Prediction, predict_rows, price, 
 from ultrascale.plan.time.stages import partition_stages
 from ultrascale.plan.workload import Workload
 
-Floats = NDArray[np.float64]
 Progress = Callable[[float], None]
 FIRST = 1024
 """Layouts whose memory is computed in the first batch; each batch doubles, up to `CHUNK`."""
@@ -71,12 +69,12 @@ class PricedLayouts:
     step_seconds: Floats
     peak_bytes: Floats
     """Reserved memory plus memory outside torch; a lower bound for rows that were not priced."""
-    fits: NDArray[np.bool_]
-    too_large: NDArray[np.bool_]
+    fits: Bools
+    too_large: Bools
     """Dropped because the training state alone exceeds the device."""
-    too_slow: NDArray[np.bool_]
+    too_slow: Bools
     """Dropped because others are faster in no more memory."""
-    unfit: NDArray[np.bool_]
+    unfit: Bools
     """Dropped because the lower bound of a pass exceeds the memory that may be reserved."""
 
     @property
@@ -84,7 +82,7 @@ class PricedLayouts:
         return self.space.table
 
     @property
-    def was_priced(self) -> NDArray[np.bool_]:
+    def was_priced(self) -> Bools:
         return ~self.too_large & ~self.too_slow & ~self.unfit
 
     @property
@@ -110,10 +108,14 @@ class SearchResult:
     def best(self) -> Prediction | None:
         return self.ranked[0] if self.ranked else None
 
+    def is_tied(self, prediction: Prediction) -> bool:
+        """True if the model cannot tell the layout apart from the best (`TIE`)."""
+        return bool(self.ranked) and expected_seconds(prediction) <= expected_seconds(self.ranked[0]) * (1 + TIE)
+
     @property
     def num_tied(self) -> int:
-        """Number of layouts at the head of the ranking that the model cannot tell apart (`TIE`)."""
-        return sum(expected_seconds(prediction) <= expected_seconds(self.ranked[0]) * (1 + TIE) for prediction in self.ranked)
+        """Number of layouts at the head of the ranking that the model cannot tell apart."""
+        return sum(map(self.is_tied, self.ranked))
 
     @property
     def refused(self) -> tuple[Refusal, ...]:
@@ -219,7 +221,7 @@ def price_all(
     table = space.table
     at_rest = _in_chunks(table, np.arange(len(table)), partial(state_floor, workload))
     seconds, fits, too_slow, unfit = (np.full(len(table), value) for value in (np.nan, False, False, False))
-    too_large = at_rest > workload.cluster.accelerator.memory_bytes.value
+    too_large = at_rest > workload.accelerator.memory_bytes.value
     if not prunes or too_large.all():
         too_large = np.zeros_like(too_large)
     least, possible = at_rest, np.flatnonzero(~too_large)
@@ -255,21 +257,21 @@ def price_all(
     return priced
 
 
-def _price_memory(workload: Workload, priced: PricedLayouts, rows: NDArray[np.intp]) -> None:
+def _price_memory(workload: Workload, priced: PricedLayouts, rows: Indices) -> None:
     """Compute the memory of these rows, in place."""
     subset = priced.table.take(rows)
     memory = stage_memory(workload, subset, partition_stages(workload, subset))
     priced.peak_bytes[rows], priced.fits[rows] = memory.needed, memory.fits
 
 
-def _price_rows(workload: Workload, priced: PricedLayouts, rows: NDArray[np.intp]) -> None:
+def _price_rows(workload: Workload, priced: PricedLayouts, rows: Indices) -> None:
     """Price these rows, in place."""
     prices = price(workload, priced.table.take(rows))
     priced.step_seconds[rows], priced.peak_bytes[rows] = prices.step_seconds, prices.memory.needed
     priced.fits[rows], priced.unfit[rows] = prices.fits, False
 
 
-def price_least(workload: Workload, priced: PricedLayouts, rows: NDArray[np.bool_]) -> None:
+def price_least(workload: Workload, priced: PricedLayouts, rows: Bools) -> None:
     """Price, in place, those `unfit` layouts among `rows` that may need less memory than every priced one."""
     waiting = np.flatnonzero(priced.unfit & rows)
     waiting = waiting[np.argsort(priced.peak_bytes[waiting], kind="stable")]
@@ -280,7 +282,7 @@ def price_least(workload: Workload, priced: PricedLayouts, rows: NDArray[np.bool
         least = min(least, float(priced.peak_bytes[chunk].min()))
 
 
-def _in_chunks(table: LayoutTable, rows: NDArray[np.intp], bound: Callable[[LayoutTable], Floats]) -> Floats:
+def _in_chunks(table: LayoutTable, rows: Indices, bound: Callable[[LayoutTable], Floats]) -> Floats:
     """`bound` of these rows of `table`, `CHUNK` at a time."""
     chunks = [bound(table.take(rows[start : start + CHUNK])) for start in range(0, len(rows), CHUNK)]
     return np.concatenate(chunks) if chunks else np.empty(0)
@@ -293,7 +295,7 @@ def _pass_floor(workload: Workload, table: LayoutTable) -> Floats:
     return live + RETAINED_SHARE * beyond + outside_bytes(table)
 
 
-def _cache_shapes(workload: Workload, table: LayoutTable, rows: NDArray[np.intp]) -> None:
+def _cache_shapes(workload: Workload, table: LayoutTable, rows: Indices) -> None:
     """Compute, and cache, bytes and seconds of every distinct shape of these rows: of `SHAPES` shapes all that is asked before
     those of the next, so that the operations of a shape are listed once and then forgotten."""
     every_shape, shape_of = distinct_shapes(workload, table)
@@ -307,12 +309,10 @@ def _cache_shapes(workload: Workload, table: LayoutTable, rows: NDArray[np.intp]
 
 def _usable(workload: Workload) -> float:
     """Bytes of a device that may be used."""
-    return workload.cluster.accelerator.memory_bytes.value * (1 - MARGIN) * (1 + 1e-9)
+    return workload.accelerator.memory_bytes.value * (1 - MARGIN) * (1 + 1e-9)
 
 
-def _cannot_matter(
-    workload: Workload, priced: PricedLayouts, rows: NDArray[np.intp], kinds: NDArray[np.intp], num_ranked: int
-) -> NDArray[np.bool_]:
+def _cannot_matter(workload: Workload, priced: PricedLayouts, rows: Indices, kinds: Indices, num_ranked: int) -> Bools:
     """True for `rows` that cannot be among the `num_ranked` of least expected time, the best `EXACT` of their kind, or on the
     Pareto front. All `rows` are slower than those with known memory; the expected time of those may be longer all the same."""
     known = np.flatnonzero(priced.fits)
@@ -325,7 +325,7 @@ def _cannot_matter(
     return enough[kinds[rows]] & (priced.peak_bytes[rows] >= least)
 
 
-def fastest_of_each_schedule(table: LayoutTable, seconds: Floats, fits: NDArray[np.bool_], count: int) -> NDArray[np.intp]:
+def fastest_of_each_schedule(table: LayoutTable, seconds: Floats, fits: Bools, count: int) -> Indices:
     """Indices of the rows that fit with the least `seconds`, `count` of each of `_kinds`."""
     fitting = np.flatnonzero(fits)
     order = fitting[np.argsort(seconds[fitting], kind="stable")]
@@ -333,7 +333,7 @@ def fastest_of_each_schedule(table: LayoutTable, seconds: Floats, fits: NDArray[
     return np.concatenate([order[kind == number][:count] for number in distinct_values(kind)] or [order])
 
 
-def _kinds(table: LayoutTable) -> NDArray[np.intp]:
+def _kinds(table: LayoutTable) -> Indices:
     """Number of each layout's schedule, 0 without a pipeline. A schedule that pairs passes has one number for each pp: formulas
     do not cover what pairs hide, and are up to 10 % off there, depending on the size of a stage."""
     kinds = table.schedule + 1 + np.where(PAIRED[table.schedule], len(PAIRED) * table.pp, 0)
@@ -360,7 +360,7 @@ def risk(prediction: Prediction) -> float:
 
 
 def _risk(workload: Workload, needed_bytes: float) -> float:
-    capacity = workload.cluster.accelerator.memory_bytes.value
+    capacity = workload.accelerator.memory_bytes.value
     return out_of_memory_risk(needed_bytes, capacity, is_replayed=workload.stack.name == "ultrascale")
 
 

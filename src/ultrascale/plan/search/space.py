@@ -23,7 +23,6 @@ from math import gcd
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ultrascale.catalogue.stacks.stack_files import abilities
 from ultrascale.config.rules.run_rules import MOST_MICRO_BATCHES, parallelism_problems
@@ -32,7 +31,7 @@ from ultrascale.description.problems import Problem
 from ultrascale.description.recomputed import is_modules, modules_name, modules_named
 from ultrascale.description.schedules import SCHEDULES
 from ultrascale.description.units import count_of, divisors, format_count
-from ultrascale.plan.layouts import RECOMPUTE, LayoutTable
+from ultrascale.plan.layouts import RECOMPUTE, Column, LayoutTable
 from ultrascale.plan.time.stage_cut import cannot_run
 from ultrascale.plan.workload import Workload
 
@@ -90,7 +89,7 @@ class Space:
 
 @dataclass
 class _Rules:
-    """Rules of a search: requested values and the trainer's abilities. Counts refusals."""
+    """Rules of a search: requested values and the trainer's abilities. Column refusals."""
 
     workload: Workload
     base: Layout
@@ -99,6 +98,10 @@ class _Rules:
     remedies: dict[tuple[str, str], str] = field(default_factory=dict)
     judged: dict[Layout, list[Problem]] = field(default_factory=dict)
     """Problems of layouts that were judged: many ways to cut the model share a degree."""
+
+    def __post_init__(self) -> None:
+        self.model, self.stack = self.workload.model, self.workload.stack
+        self.can = abilities(self.stack)
 
     @cached_property
     def named(self) -> str:
@@ -170,8 +173,7 @@ def nearest_batches(batch: int, dp: int) -> str:
 
 
 def _tensor(rules: _Rules, gpus: int) -> Iterator[tuple[int, bool]]:
-    model, stack = rules.workload.model, rules.workload.stack
-    can = abilities(stack)
+    model, stack, can = rules.model, rules.stack, rules.can
     per_node = rules.workload.cluster.node.num_accelerators
     for tp in divisors(gpus):
         if not rules.allows("tp", tp) or (tp > model.num_attention_heads and "tp" not in rules.constraints):
@@ -189,9 +191,9 @@ def _tensor(rules: _Rules, gpus: int) -> Iterator[tuple[int, bool]]:
 
 
 def _context(rules: _Rules, gpus: int, layout: Layout) -> Iterator[tuple[int, str, int]]:
-    stack, length = rules.workload.stack, rules.workload.sequence_length
-    methods = abilities(stack).cp_methods
-    least = MIN_TOKENS_BESIDE_EXPERTS if rules.workload.model.num_experts else MIN_TOKENS_PER_CP_RANK
+    stack, can, length = rules.stack, rules.can, rules.workload.sequence_length
+    methods = can.cp_methods
+    least = MIN_TOKENS_BESIDE_EXPERTS if rules.model.num_experts else MIN_TOKENS_PER_CP_RANK
     for cp in divisors(gpus):
         if not rules.allows("cp", cp):
             continue
@@ -206,10 +208,10 @@ def _context(rules: _Rules, gpus: int, layout: Layout) -> Iterator[tuple[int, st
         if not methods:
             rules.refuse("cp", f"{stack.name} has no context parallelism")
             return
-        if layout.tp > 1 and abilities(stack).cp_alone:
+        if layout.tp > 1 and can.cp_alone:
             rules.refuse("cp with tp", f"{stack.name} has context parallelism without tensor parallelism only")
             return
-        if length % (pieces := abilities(stack).cp_pieces * cp):
+        if length % (pieces := can.cp_pieces * cp):
             rules.refuse(f"cp = {cp}", f"{stack.name} cuts sequences into {pieces} pieces, which do not divide {length}")
             continue
         for method in rules.choose("cp_method", methods):
@@ -225,7 +227,7 @@ def _swapping(rules: _Rules, cp: int, method: str, tp: int) -> list[int]:
     """Values of `Layout.cp_heads` to search: the requested ones, else for rings the largest inside a node."""
     if method != "ring+all-to-all":
         return [1] if rules.allows("cp_heads", 1) else []
-    heads, per_node = rules.workload.model.num_attention_heads // tp, rules.workload.cluster.node.num_accelerators
+    heads, per_node = rules.model.num_attention_heads // tp, rules.workload.cluster.node.num_accelerators
     sizes = [n for n in divisors(cp) if 1 < n < cp and rules.allows("cp_heads", n)]
     if "cp_heads" in rules.constraints:
         return sizes
@@ -239,8 +241,8 @@ def _swapping(rules: _Rules, cp: int, method: str, tp: int) -> list[int]:
 
 
 def _pipeline(rules: _Rules, gpus: int, cp: int) -> Iterator[tuple[int, int, str]]:
-    stack, layers = rules.workload.stack, rules.workload.model.num_hidden_layers
-    can = abilities(stack).schedules
+    stack, layers = rules.stack, rules.model.num_hidden_layers
+    can = rules.can.schedules
     for pp in divisors(gpus):
         if not rules.allows("pp", pp):
             continue
@@ -249,7 +251,7 @@ def _pipeline(rules: _Rules, gpus: int, cp: int) -> Iterator[tuple[int, int, str
                 yield 1, 1, Layout.schedule
         elif not can:
             rules.refuse("pp", f"{stack.name} has no pipeline")
-        elif cp > 1 and abilities(stack).cp_alone:
+        elif cp > 1 and rules.can.cp_alone:
             rules.refuse("cp with pp", f"{stack.name} has context parallelism without a pipeline only")
         elif pp > layers + EMBEDDING_AND_HEAD:
             pp_is_given = "pp" in rules.constraints
@@ -261,19 +263,19 @@ def _pipeline(rules: _Rules, gpus: int, cp: int) -> Iterator[tuple[int, int, str
 
 
 def _schedules(rules: _Rules, pp: int, can: tuple[str, ...]) -> Iterator[tuple[int, str]]:
-    layers = rules.workload.model.num_hidden_layers
+    layers = rules.model.num_hidden_layers
     for schedule in rules.choose("schedule", [name for name in can if not SCHEDULES[name].inferior_to]):
         if schedule not in can:
-            rules.refuse(f"schedule {schedule}", f"{rules.workload.stack.name} has {', '.join(can)}")
+            rules.refuse(f"schedule {schedule}", f"{rules.stack.name} has {', '.join(can)}")
         elif SCHEDULES[schedule].even_ranks and pp % 2:
             rules.refuse(f"pp = {pp}, {schedule}", "needs an even number of stages")
         else:
             for chunks in _chunks(rules, schedule, pp):
                 if pp * chunks > layers + EMBEDDING_AND_HEAD:
                     rules.refuse(schedule, f"pp x {chunks} stages are more than the {count_of(layers, 'layer')}")
-                elif not abilities(rules.workload.stack).cuts(layers, pp * chunks):
-                    rules.refuse(schedule, f"{rules.workload.stack.name} does not cut {layers} layers so")
-                elif rules.workload.stack.stage_cut == "by-share" and (wrong := cannot_run(rules.workload.model, pp)):
+                elif not rules.can.cuts(layers, pp * chunks):
+                    rules.refuse(schedule, f"{rules.stack.name} does not cut {layers} layers so")
+                elif rules.stack.stage_cut == "by-share" and (wrong := cannot_run(rules.model, pp)):
                     rules.refuse(f"pp = {pp}", wrong)
                 else:
                     yield chunks, schedule
@@ -285,7 +287,7 @@ def _schedules(rules: _Rules, pp: int, can: tuple[str, ...]) -> Iterator[tuple[i
 
 def _chunks(rules: _Rules, schedule: str, pp: int) -> list[int]:
     """Virtual stages per rank to search: the requested ones, which may divide layers unevenly, else `chunks_per_rank`."""
-    usual = chunks_per_rank(schedule, pp, rules.workload.model.num_hidden_layers)
+    usual = chunks_per_rank(schedule, pp, rules.model.num_hidden_layers)
     any_number = SCHEDULES[schedule].virtual_stages is None
     return [n for n in rules.choose("virtual_stages", usual) if n in usual or (any_number and n > 1)]
 
@@ -297,8 +299,8 @@ def chunks_per_rank(schedule: str, pp: int, num_layers: int) -> tuple[int, ...]:
 
 
 def _experts(rules: _Rules, tp: int, ranks: int) -> Iterator[tuple[int, int]]:
-    experts = rules.workload.model.num_experts
-    can = abilities(rules.workload.stack)
+    experts = rules.model.num_experts
+    can = rules.can
     if not experts:
         yield 1, 1
         return
@@ -312,15 +314,15 @@ def _experts(rules: _Rules, tp: int, ranks: int) -> Iterator[tuple[int, int]]:
                 yield ep, expert_tp
 
 
-def _training_choices(rules: _Rules, dp: int, schedule: str, pp: int, share: int, cp: int) -> NDArray[np.int64]:
+def _training_choices(rules: _Rules, dp: int, schedule: str, pp: int, share: int, cp: int) -> Column:
     """Rows of (zero_stage, dp_shard, micro_batch_size, recompute, recompute_every); `share` is tp x cp."""
     states = [(stage, shard) for stage in _zero_stages(rules, dp * cp, schedule) for shard in _shards(rules, stage, dp, share)]
     sizes = [size for size in _trained_sizes(rules, dp, cp) if _suits(rules, schedule, pp, dp, size)]
     modes = []
-    can = abilities(rules.workload.stack).recompute
+    can = rules.can.recompute
     for mode in ("blocks",) if rules.named else rules.choose("recompute", can):
         if not rules.named and mode not in can:
-            rules.refuse(f"recompute {mode}", f"{rules.workload.stack.name} has {', '.join(can)}")
+            rules.refuse(f"recompute {mode}", f"{rules.stack.name} has {', '.join(can)}")
             continue
         every = rules.choose("recompute_every", (2,)) if mode == "every-k" else (2,)
         modes += [(RECOMPUTE.index(mode), interval) for interval in every]
@@ -330,13 +332,13 @@ def _training_choices(rules: _Rules, dp: int, schedule: str, pp: int, share: int
 
 def _zero_stages(rules: _Rules, replicas: int, schedule: str) -> list[int]:
     """ZeRO stages; `replicas`: ranks of dp and cp, which hold the same weights."""
-    can = abilities(rules.workload.stack)
+    can = rules.can
     stages = can.zero_stages_with_pipeline if schedule else can.zero_stages
     wanted = rules.choose("zero_stage", stages if replicas > 1 else (min(stages),))
     for stage in wanted:
         if stage not in stages:
             piped = " with a pipeline" if schedule else ""
-            rules.refuse(f"zero_stage = {stage}", f"{rules.workload.stack.name} has {', '.join(map(str, stages))}{piped}")
+            rules.refuse(f"zero_stage = {stage}", f"{rules.stack.name} has {', '.join(map(str, stages))}{piped}")
     return [stage for stage in wanted if stage in stages]
 
 
@@ -344,7 +346,7 @@ def _shards(rules: _Rules, stage: int, dp: int, share: int) -> list[int]:
     """Sizes of the groups that shard one replica of the state: all of dp, or (HSDP) a node's ranks, times 4, times 16, ..."""
     if stage == 0:
         return [1] if rules.allows("dp_shard", 1) else []
-    hybrid = stage in abilities(rules.workload.stack).hybrid_stages
+    hybrid = stage in rules.can.hybrid_stages
     if "dp_shard" in rules.constraints:
         requested_sizes = [dp if shard is None else shard for shard in rules.constraints["dp_shard"]]
         return [shard for shard in requested_sizes if shard == dp or (hybrid and dp % shard == 0)]
@@ -393,17 +395,17 @@ def _suits(rules: _Rules, schedule: str, pp: int, dp: int, size: int) -> bool:
         )
         rules.refuse(schedule, f"fewer than {known.fills_from} x pp micro-batches do not fill it", remedy)
         return False
-    fills = rules.workload.stack.stage_cut != "by-share" or not known or known.forward_first
-    if not fills and (wrong := cannot_run(rules.workload.model, pp, [count])):
+    fills = rules.stack.stage_cut != "by-share" or not known or known.forward_first
+    if not fills and (wrong := cannot_run(rules.model, pp, [count])):
         rules.refuse(f"pp = {pp}, {schedule}", wrong)
         return False
-    if known and known.in_rounds and count % pp and not abilities(rules.workload.stack).any_micro_batches:
+    if known and known.in_rounds and count % pp and not rules.can.any_micro_batches:
         rules.refuse(schedule, "micro-batches are no multiple of pp")
         return False
     return True
 
 
-def _product(meshes: Sequence[MeshShape], rows: NDArray[np.int64], rules: _Rules) -> LayoutTable:
+def _product(meshes: Sequence[MeshShape], rows: Column, rules: _Rules) -> LayoutTable:
     """Table of each of `meshes` with each of `rows`."""
     whole = replace(rules.base, zero_stage=0, dp_shard=None, layers_per_stage=None)
     layouts = [replace(whole, **mesh._asdict(), tp_overlap=overlaps) for mesh in meshes for overlaps in _overlaps(rules, mesh)]

@@ -45,7 +45,7 @@ def wanted_of(workload: Workload, shape: Shape) -> CoreRequirements:
     """Requirements of a run of `shape` on its attention kernel (`description.attention_cores.core_requirements`)."""
     model = workload.model
     return CoreRequirements(
-        "cpu" if shape.device == "cpu" or workload.cluster.accelerator.name == "cpu" else "cuda", shape.precision,
+        "cpu" if shape.device == "cpu" or workload.accelerator.name == "cpu" else "cuda", shape.precision,
         windows_of(model, workload.sequence_length), workload.documents, model.head_dim, model.attention_sinks, shape.cp,
     )  # fmt: skip
 
@@ -54,7 +54,7 @@ def _both_ways(workload: Workload, shape: Shape, scores: Scores, kernel: Kernel)
     dtype = "bf16" if shape.precision in NARROW else shape.precision
     return sum(
         attention_seconds(
-            workload.cluster.accelerator, **scores._asdict(), dtype=dtype, backward=backward, kernel=kernel
+            workload.accelerator, **scores._asdict(), dtype=dtype, backward=backward, kernel=kernel
         )
         for backward in (False, True)
     )  # fmt: skip

@@ -13,7 +13,6 @@ from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ultrascale.catalogue.stacks.stack import Kernels
 from ultrascale.description.architecture.model import Model
@@ -23,7 +22,7 @@ from ultrascale.plan.constants import Constants
 from ultrascale.plan.laws.collectives import collective_seconds
 from ultrascale.plan.laws.compute import attention_seconds, columns_seconds, elementwise_seconds, matmul_seconds
 from ultrascale.plan.laws.devices import work_per_joule
-from ultrascale.plan.layouts import CHOICES, LayoutTable
+from ultrascale.plan.layouts import CHOICES, Floats, Indices, LayoutTable
 from ultrascale.plan.split_backward import HALVES, Half, is_deferrable, sent_in_half
 from ultrascale.plan.time.attention_choice import attention_kernel
 from ultrascale.plan.workload import Workload
@@ -32,7 +31,6 @@ from ultrascale.work.ops import Collective, Op, Scores, Shape
 from ultrascale.work.recompute import recomputed_ops, resolved
 from ultrascale.work.work import block_work, embedding_work, head_work, prediction_work
 
-Floats = NDArray[np.float64]
 Sent = tuple[str, tuple[Collective, ...]]
 """Name of an operation, and some of its collectives."""
 SHAPE_FIELDS = (
@@ -139,7 +137,7 @@ class Blocks:
     """Prices of all parts for all distinct shapes of a table."""
 
     shapes: list[Shape]
-    shape_of: NDArray[np.intp]
+    shape_of: Indices
     """For each layout, the index of its shape."""
     kinds: tuple[int, ...]
     """One layer of each kind of block."""
@@ -153,7 +151,7 @@ class Blocks:
         return PartSeconds(*self.prices[number])
 
 
-def distinct_shapes(workload: Workload, table: LayoutTable) -> tuple[list[Shape], NDArray[np.intp]]:
+def distinct_shapes(workload: Workload, table: LayoutTable) -> tuple[list[Shape], Indices]:
     """Distinct shapes of one micro-batch on one rank in `table`, and for each layout the index of its shape."""
     columns = [getattr(table, name) for name in SHAPE_FIELDS]
     if len(table) == 1:
@@ -289,7 +287,7 @@ def _price(workload: Workload, shapes: list[Shape], works: list[tuple[Op, ...]],
 
 def product_derate(workload: Workload, constants: Constants) -> float:
     """Factor on the seconds of GEMMs and attention, which the device's power limit slows; memory traffic is not slowed."""
-    device = workload.cluster.accelerator
+    device = workload.accelerator
     derate = constants.device_derates.get(device.kind, 1.0) * work_per_joule(device) ** constants.power_exponent
     return constants.compute_derate * derate * workload.overheads.products
 
@@ -305,7 +303,7 @@ def compute_seconds(workload: Workload, shape: Shape, ops: Iterable[Op], head: b
     its own kernel where it is read: rows for the forward and the input-gradient GEMM, columns for the weight-gradient GEMM and
     for weights in the backward pass. In our trainer every GEMM casts its factors itself.
     """
-    accelerator, stack = workload.cluster.accelerator, workload.stack
+    accelerator, stack = workload.accelerator, workload.stack
     moving = partial(elementwise_seconds, accelerator)
     product = attention = elementwise = inputs = weights = grouped = last = count = at_once = 0.0
     around_inputs = around_weights = around_at_once = 0.0

@@ -28,7 +28,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ultrascale.description.architecture.weights import layer_weights
 from ultrascale.plan.columns.fp8_state import gathered_in_fp8
@@ -36,12 +35,11 @@ from ultrascale.plan.columns.rank_state import COMPUTE_BYTES, shards
 from ultrascale.plan.constants import Constants
 from ultrascale.plan.laws.collectives import collective_seconds
 from ultrascale.plan.laws.compute import elementwise_seconds
-from ultrascale.plan.layouts import LayoutTable, by_schedule
+from ultrascale.plan.layouts import Bools, Column, Floats, LayoutTable, by_schedule
 from ultrascale.plan.time.passes import PassSeconds
 from ultrascale.plan.time.stages import Stages, num_weight_copies
 from ultrascale.plan.workload import Workload
 
-Floats = NDArray[np.float64]
 LAUNCH_SECONDS = 5e-6
 """Seconds to launch a copy: about the host's cost of a kernel launch from PyTorch ("Accelerating PyTorch with CUDA Graphs",
 2021)."""
@@ -52,7 +50,6 @@ JOINED = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_
 """Projections that share one weight if `Kernels.joins_projections`."""
 MOVES = 2
 """Memory accesses of a copy: a read and a write."""
-Counts = NDArray[np.int64]
 Group = tuple[Any, Any]
 """Size and stride of a group, for each layout."""
 
@@ -62,7 +59,7 @@ def data_parallel_seconds(
     table: LayoutTable,
     stages: Stages,
     passes: PassSeconds,
-    micro_batches: Counts,
+    micro_batches: Column,
     constants: Constants,
 ) -> tuple[Floats, Floats]:
     """Exposed seconds of a step's all-gathers and reductions by sort of rank, and seconds of compute that they slow down.
@@ -100,9 +97,7 @@ def data_parallel_seconds(
     return exposed, constants.overlap_slowdown * np.maximum(total - exposed, 0.0)
 
 
-def _traffic_of_a_step(
-    workload: Workload, table: LayoutTable, stages: Stages, at_once: NDArray[np.bool_]
-) -> tuple[Floats, Floats, Floats]:
+def _traffic_of_a_step(workload: Workload, table: LayoutTable, stages: Stages, at_once: Bools) -> tuple[Floats, Floats, Floats]:
     """Seconds of a step's collectives without overlap, [sorts of rank, layouts], each once for all buckets of one copy of a
     rank's stages: all-gather of parameters and reduction of gradients over the shard group, and all-reduce of gradient shards
     over replicas of the state. `at_once`: layouts whose unsharded gradients are reduced in one message."""
@@ -159,16 +154,14 @@ def _exposed(busy: Floats, window: Floats, least: Floats, chunks: Floats, more: 
     return np.maximum(np.maximum(first, last), least)
 
 
-def _beside_other_chunks(workload: Workload, table: LayoutTable, micro_batches: Counts) -> tuple[Floats, Floats]:
+def _beside_other_chunks(workload: Workload, table: LayoutTable, micro_batches: Column) -> tuple[Floats, Floats]:
     """Number of chunks of a rank whose traffic overlaps with each other's compute, and micro-batches of a chunk in a row."""
     apart = IN_ROUNDS[table.schedule] & (table.pp > 1) & (table.zero_stage < 3)
     chunks = np.where(apart & (workload.stack.gathers == "whole"), table.virtual_stages, 1).astype(float)
     return chunks, np.minimum(table.pp, micro_batches).astype(float)
 
 
-def _num_buckets(
-    workload: Workload, table: LayoutTable, parameters: Floats, reduce_bytes: NDArray[np.int64], stages: Stages
-) -> Floats:
+def _num_buckets(workload: Workload, table: LayoutTable, parameters: Floats, reduce_bytes: Column, stages: Stages) -> Floats:
     """Number of collectives (buckets) that reduce a rank's gradients."""
     stack = workload.stack
     if stack.bucket_parameters and not stack.overlaps_data_parallel:
@@ -200,7 +193,7 @@ def copy_seconds(workload: Workload, table: LayoutTable, stages: Stages, itemsiz
     ranks = table.dp_shard * table.cp
     weights = stages.layers.sum(axis=1) * _weights_of_block(workload) + stages.has_embedding + 2 * stages.has_head
     parameters = stages.dense_parameters + stages.expert_parameters
-    moved = elementwise_seconds(workload.cluster.accelerator, COPIES * MOVES * itemsize * parameters)
+    moved = elementwise_seconds(workload.accelerator, COPIES * MOVES * itemsize * parameters)
     return np.where(ranks > 1, np.maximum(moved, LAUNCH_SECONDS * ranks * weights), 0.0)
 
 

@@ -7,11 +7,10 @@ activations          to the host in the forward pass, back in the backward pass,
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ultrascale.plan.layouts import Floats
 from ultrascale.plan.workload import Workload
 
-Floats = NDArray[np.float64]
 HOST_LINK_BYTES_PER_SECOND = {"a100": 25e9, "a800": 25e9, "v100": 12e9, "gh200": 400e9, "gb200": 200e9, "gb300": 200e9}
 """Bytes per second from one device to its host, with its neighbours busy too: PCIe 4 (V100: 3) x16, 32 GB/s nominal;
 NVLink-C2C, 450 GB/s, shared by two in a GB200."""
@@ -23,7 +22,7 @@ HOST_MEMORY_BYTES_PER_SECOND = 25e9
 
 def host_link(workload: Workload) -> float:
     """Bytes per second from a device to its host, and in the other direction at the same time."""
-    name = workload.cluster.accelerator.kind
+    name = workload.accelerator.kind
     rates = (rate for start, rate in HOST_LINK_BYTES_PER_SECOND.items() if name.startswith(start))
     return next(rates, NEWER_HOST_LINK)
 

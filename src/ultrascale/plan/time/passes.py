@@ -6,13 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ultrascale.catalogue.network import network_kind
 from ultrascale.catalogue.stacks.stack import Stack
 from ultrascale.plan.constants import Constants
 from ultrascale.plan.laws.collectives import collective_seconds
-from ultrascale.plan.layouts import RECOMPUTE, LayoutTable
+from ultrascale.plan.layouts import RECOMPUTE, Floats, LayoutTable
 from ultrascale.plan.time.blocks import Blocks, PartSeconds, price_kept_blocks, product_derate
 from ultrascale.plan.time.recompute_prices import mean_recompute_seconds
 from ultrascale.plan.time.stages import Parts
@@ -20,7 +19,6 @@ from ultrascale.plan.workload import Workload
 from ultrascale.work.op_builders import without_fp8
 from ultrascale.work.work import input_gather
 
-Floats = NDArray[np.float64]
 COLUMNS = {column.name: number for number, column in enumerate(fields(PartSeconds))}
 SumOf = Callable[[str], Floats]
 """Sum of a column of `PartSeconds` over the parts that each rank holds, by the column's name."""

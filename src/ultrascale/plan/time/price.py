@@ -13,7 +13,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ultrascale.catalogue.cluster import Accelerator
 from ultrascale.description.layout import Layout
@@ -29,7 +28,7 @@ from ultrascale.plan.flops import hardware_flops_per_token, model_flops_per_toke
 from ultrascale.plan.laws.collectives import collective_seconds
 from ultrascale.plan.laws.compute import optimizer_seconds
 from ultrascale.plan.laws.curves import steady
-from ultrascale.plan.layouts import PRECISIONS, SCHEDULE_NAMES, LayoutTable, by_schedule
+from ultrascale.plan.layouts import PRECISIONS, SCHEDULE_NAMES, Bools, Column, Floats, LayoutTable, by_schedule
 from ultrascale.plan.memory.replay import MemoryPlan, rank_shape
 from ultrascale.plan.pipeline.pipeline_steady import long_step_seconds
 from ultrascale.plan.pipeline.pipelined import (
@@ -53,8 +52,6 @@ from ultrascale.schedules.build import build_schedule
 from ultrascale.schedules.executable import Schedule
 from ultrascale.work.fp8_slots import SLOT_BYTES, num_slots
 
-Floats = NDArray[np.float64]
-Counts = NDArray[np.int64]
 IN_PASSES = ("compute", "recompute", "tensor_parallel", "context_parallel", "expert_parallel")
 """Parts of a step that are those of a micro-batch's passes, times their number."""
 
@@ -76,10 +73,10 @@ class PriceTable:
     step_seconds: Floats
     waterfall: dict[str, Floats]
     memory: Footprint
-    num_micro_batches: Counts
+    num_micro_batches: Column
 
     @property
-    def fits(self) -> NDArray[np.bool_]:
+    def fits(self) -> Bools:
         return self.memory.fits
 
     def row(self, index: int) -> Prediction:
@@ -116,14 +113,14 @@ class Prediction:
     def mfu(self, *, full_attention: bool = False) -> float:
         """Model FLOPs utilization over the dense bf16 peak, with causal or full attention."""
         flops = model_flops_per_token(self.workload.model, self.workload.sequence_length, full_attention=full_attention)
-        return flops * self.tokens_per_second_per_gpu / half_precision_peak(self.workload.cluster.accelerator)
+        return flops * self.tokens_per_second_per_gpu / half_precision_peak(self.workload.accelerator)
 
     def hfu(self) -> float:
         """Hardware FLOPs utilization (recomputation included) over the dense bf16 peak."""
         length = self.workload.sequence_length
         shape = rank_shape(self.layout, length, documents=self.workload.documents, device="cuda", stack=self.workload.stack)
         flops = hardware_flops_per_token(self.workload.model, self.layout, shape)
-        return flops * self.tokens_per_second_per_gpu / half_precision_peak(self.workload.cluster.accelerator)
+        return flops * self.tokens_per_second_per_gpu / half_precision_peak(self.workload.accelerator)
 
 
 def half_precision_peak(accelerator: Accelerator) -> float:
@@ -167,7 +164,7 @@ def predict_rows(workload: Workload, table: LayoutTable) -> list[Prediction]:
     ]
 
 
-def _split_shares(table: LayoutTable, micro_batches: Counts) -> list[float]:
+def _split_shares(table: LayoutTable, micro_batches: Column) -> list[float]:
     """Fraction of backward passes that each layout's schedule splits into I and W; that of the first rank if the schedule
     splits only those at the ends of a step."""
     splits = [SCHEDULES[SCHEDULE_NAMES[number]].splits_backward for number in table.schedule]
@@ -310,7 +307,7 @@ def _with_storage(workload: Workload, parts: dict[str, Floats]) -> tuple[Floats,
     return running + parts["data"] + parts["checkpoints"], parts
 
 
-def _exposed_offload(workload: Workload, table: LayoutTable, passes: PassSeconds, micro_batches: Counts) -> Floats:
+def _exposed_offload(workload: Workload, table: LayoutTable, passes: PassSeconds, micro_batches: Column) -> Floats:
     """Exposed seconds of activation offload, which overlaps with the forward and backward pass."""
     seconds = np.zeros((3, len(table)))
     rows = np.flatnonzero(table.offload_activations)
@@ -322,7 +319,7 @@ def _exposed_offload(workload: Workload, table: LayoutTable, passes: PassSeconds
     return seconds
 
 
-def _hidden_by_pairs(workload: Workload, table: LayoutTable, parts: dict[str, Floats], micro_batches: Counts) -> Floats:
+def _hidden_by_pairs(workload: Workload, table: LayoutTable, parts: dict[str, Floats], micro_batches: Column) -> Floats:
     """Seconds of expert traffic hidden by pairing forward and backward passes, by the schedule or by the trainer.
 
     All but about pp micro-batches are paired (DeepSeek-V3, section 3.2.1; `plan.pipeline.play.duration_table`).
@@ -351,7 +348,7 @@ def _optimizer(workload: Workload, table: LayoutTable, stages: Stages, constants
     of_gradients = stack.gradient_bytes * np.where((table.zero_stage <= 1) & stack.sums_whole_gradients, 4 * whole, reads)
     widths = MASTERS[table.precision] / 4  # a stack's bytes are those of runs with fp32 masters; of fp64 all are twice as wide
     num_bytes = widths * (local * per_parameter + unscaling + of_gradients).max(axis=0)
-    accelerator = workload.cluster.accelerator
+    accelerator = workload.accelerator
     seconds = optimizer_seconds(accelerator, num_bytes * constants.optimizer_passes)
     if stack.optimizer == "muon":
         seconds = seconds + _matrix_exchange(workload, table, local.max(axis=0))

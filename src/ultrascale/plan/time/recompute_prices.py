@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ultrascale.plan.constants import Constants
-from ultrascale.plan.layouts import LayoutTable
+from ultrascale.plan.layouts import Floats, LayoutTable
 from ultrascale.plan.time.blocks import kinds_of_layers, price_ops, product_derate
 from ultrascale.plan.workload import Workload
 from ultrascale.work.ops import Op, Shape
 from ultrascale.work.recompute import recompute_of_mode, recomputed_ops, reruns_last
 from ultrascale.work.work import block_work
-
-Floats = NDArray[np.float64]
 
 
 def forward_seconds(workload: Workload, shape: Shape, ops: tuple[Op, ...], constants: Constants) -> Floats:

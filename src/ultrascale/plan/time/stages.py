@@ -14,17 +14,15 @@ from operator import mul
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ultrascale.description.architecture.model import Model
 from ultrascale.description.architecture.weights import layer_weights, weights_outside_layers
 from ultrascale.description.schedules import SCHEDULES
-from ultrascale.plan.layouts import SCHEDULE_NAMES, Column, LayoutTable, by_schedule
+from ultrascale.plan.layouts import SCHEDULE_NAMES, Column, Floats, LayoutTable, by_schedule
 from ultrascale.plan.time.blocks import kinds_of_layers
 from ultrascale.plan.time.stage_cut import stage_blocks
 from ultrascale.plan.workload import Workload
 
-Floats = NDArray[np.float64]
 FIRST, MIDDLE, LAST = range(3)
 FOLDED = by_schedule(lambda schedule: schedule.placement != "around")
 """By schedule number: True if ranks do not hold every pp-th stage."""
@@ -109,7 +107,7 @@ def partition_stages(workload: Workload, table: LayoutTable, layers_per_stage: t
     )
 
 
-def num_weight_copies(table: LayoutTable) -> NDArray[np.int64]:
+def num_weight_copies(table: LayoutTable) -> Column:
     """Copies of the weights in a pipeline, [layouts]. With two pipelines in opposite directions (DualPipe) a rank holds a stage
     of each, and `Stages` counts half of both."""
     return np.where(table.pp > 1, COPIES[table.schedule], 1)

@@ -21,7 +21,7 @@ from ultrascale.plan.costs.stops import stops
 from ultrascale.plan.report import step_interval
 from ultrascale.plan.search.explain import Change, Marginal, Rung, binding, changes, is_bound, marginals, rungs
 from ultrascale.plan.search.scaling import PAYS, ScalingPoint, most_that_pay
-from ultrascale.plan.search.search import TIE, SearchResult, distinct, expected_seconds, risk
+from ultrascale.plan.search.search import TIE, SearchResult, distinct, risk
 from ultrascale.plan.time.price import Prediction
 from ultrascale.plan.view.plan_view import LOST_SHOWN
 from ultrascale.plan.workload import Workload
@@ -43,7 +43,7 @@ def show_ranking(result: SearchResult, console: Console, *, top: int, legend: bo
     table.add_column("runs" if ours else "", no_wrap=True)
     table.add_column("layout", overflow="fold")
     for number, candidate in enumerate(distinct(result.ranked)[:top], start=1):
-        tied = expected_seconds(candidate) <= expected_seconds(result.ranked[0]) * (1 + TIE)
+        tied = result.is_tied(candidate)
         mark = Text(f"{'=' if tied and number > 1 else ''}{number}", style="bold green" if number == 1 else "")
         need, words = float(candidate.memory.needed), layout_words(candidate.layout, candidate.num_micro_batches)
         table.add_row(
@@ -184,7 +184,7 @@ def _rungs_table(ladder: Sequence[Rung], result: SearchResult) -> Table:
         table.add_row(
             rung.name, f"{rung.num_layouts:,}", f"over {least}" if is_bound(rung, result) else least, fastest, style=style
         )
-    capacity = result.workload.cluster.accelerator.memory_bytes.value
+    capacity = result.workload.accelerator.memory_bytes.value
     table.add_row(f"a GPU, {MARGIN:.0%} of it free", "", format_bytes(capacity * (1 - MARGIN)), "", style="dim")
     return table
 
@@ -285,7 +285,7 @@ def no_layout_fits(result: SearchResult) -> str:
     """Sentence that states the missing memory, and a cluster on which a layout would fit."""
     smallest = result.smallest
     assert smallest is not None
-    need, have = float(smallest.memory.needed), result.workload.cluster.accelerator.memory_bytes.value
+    need, have = float(smallest.memory.needed), result.workload.accelerator.memory_bytes.value
     words = layout_words(smallest.layout, smallest.num_micro_batches)
     free = f"{format_bytes(have)} a GPU, of which {MARGIN:.0%} must stay free"
     return f"Nothing fits: the smallest layout ({words}) needs {format_bytes(need)} of {free}."
