@@ -80,6 +80,11 @@ def timed(run: Callable[[], Any]) -> float:
     return float(do_bench(run, warmup=25, rep=100, return_mode="median")) * 1e-3  # pyright: ignore[reportArgumentType]
 
 
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+    """Run a Triton kernel on a grid of programs."""
+    kernel[grid](*arguments, **options)
+
+
 def random(*shape: int, device: torch.device, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
     """Random numbers around zero, the same on every run."""
     generator = torch.Generator(device).manual_seed(seed)

@@ -85,10 +85,10 @@ def pass_seconds(
     more = workload.model.num_nextn_predict_layers
     weights = np.concatenate([in_blocks, embedding[:, None], head[:, None] * (1 + more), head[:, None] * more], axis=1)
 
-    def sums(counts: Floats) -> SumOf:
+    def summed(counts: Floats) -> SumOf:
         return lambda name: _weighed(counts, np.ascontiguousarray(prices[: counts.shape[1], COLUMNS[name]])[:, blocks.shape_of])
 
-    sum_of, of_blocks = sums(weights), sums(in_blocks)
+    sum_of, of_blocks = summed(weights), summed(in_blocks)
 
     derate = product_derate(workload, constants)
     recompute_share = _recomputed_share(table)

@@ -6,7 +6,7 @@ import torch
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 
-from ultrascale.primer.exercise import Exercise, Variant, pick, random
+from ultrascale.primer.exercise import Exercise, Variant, launch, pick, random
 
 BLOCK = 1024
 STRIDES = (1, 2, 4, 8, 32)
@@ -23,7 +23,7 @@ def take_every(source: torch.Tensor, stride: int) -> torch.Tensor:
     """Every `stride`-th element of a vector."""
     count = source.numel() // stride
     target = torch.empty(count, device=source.device, dtype=source.dtype)
-    _take_every[(triton.cdiv(count, BLOCK),)](source, target, count, stride, BLOCK=BLOCK)
+    launch(_take_every, (triton.cdiv(count, BLOCK),), source, target, count, stride, BLOCK=BLOCK)
     return target
 
 

@@ -12,7 +12,7 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch.nn import functional as F
 
 from ultrascale.description.units import format_bytes
-from ultrascale.primer.exercise import Exercise, Variant, narrow, pick, random
+from ultrascale.primer.exercise import Exercise, Variant, launch, narrow, pick, random
 
 
 @triton.jit
@@ -50,8 +50,8 @@ def flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, querie
     heads, length, width = query.shape
     out = torch.empty_like(query)
     grid = (triton.cdiv(length, queries), heads)
-    _flash[grid](
-        query, key, value, out, length, width**-0.5, WIDTH=width, QUERIES=queries, KEYS=keys,
+    launch(
+        _flash, grid, query, key, value, out, length, width**-0.5, WIDTH=width, QUERIES=queries, KEYS=keys,
         num_warps=8 if queries >= 128 else 4, num_stages=2,
     )  # fmt: skip
     return out

@@ -6,7 +6,7 @@ import torch
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 
-from ultrascale.primer.exercise import Exercise, Variant, pick, random
+from ultrascale.primer.exercise import Exercise, Variant, launch, pick, random
 
 BLOCK = 256
 ROWS = (1, 2, 4, 16, 64)
@@ -27,7 +27,7 @@ def scale_columns(x: torch.Tensor, weights: torch.Tensor, *, rows_each: int) -> 
     """[R, W] times [W], `rows_each` rows of a block of columns to a program."""
     (rows, width), out = x.shape, torch.empty_like(x)
     grid = (triton.cdiv(rows, rows_each), triton.cdiv(width, BLOCK))
-    _scale_columns[grid](x, weights, out, rows, width, ROWS=rows_each, BLOCK=BLOCK, num_warps=4)
+    launch(_scale_columns, grid, x, weights, out, rows, width, ROWS=rows_each, BLOCK=BLOCK, num_warps=4)
     return out
 
 

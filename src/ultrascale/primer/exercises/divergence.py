@@ -6,7 +6,7 @@ import torch
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 
-from ultrascale.primer.exercise import Exercise, Variant, pick, random
+from ultrascale.primer.exercise import Exercise, Variant, launch, pick, random
 
 BLOCK = 256
 ROUNDS = 512
@@ -45,7 +45,7 @@ def branch(x: torch.Tensor, rounds: int, *, by_lane: bool) -> torch.Tensor:
     """Every second element (or block of 256) takes one branch, the others the other."""
     out = torch.empty_like(x)
     kernel = _lanes_disagree if by_lane else _programs_disagree
-    kernel[(triton.cdiv(x.numel(), BLOCK),)](x, out, x.numel(), *UP, *DOWN, ROUNDS=rounds, BLOCK=BLOCK)
+    launch(kernel, (triton.cdiv(x.numel(), BLOCK),), x, out, x.numel(), *UP, *DOWN, ROUNDS=rounds, BLOCK=BLOCK)
     return out
 
 

@@ -6,7 +6,7 @@ import torch
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 
-from ultrascale.primer.exercise import Exercise, Variant, narrow, pick, random
+from ultrascale.primer.exercise import Exercise, Variant, launch, narrow, pick, random
 
 COLUMNS = 128
 
@@ -40,7 +40,7 @@ def row_by_row(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """[M, K] x [K, N], one program per `COLUMNS` elements of one row, which reads these columns of B for that row alone."""
     (m, k), n = a.shape, b.shape[1]
     c = a.new_empty(m, n)
-    _row_by_row[(m, triton.cdiv(n, COLUMNS))](a, b, c, n, k, COLUMNS=COLUMNS)
+    launch(_row_by_row, (m, triton.cdiv(n, COLUMNS)), a, b, c, n, k, COLUMNS=COLUMNS)
     return c
 
 
@@ -49,7 +49,7 @@ def tiled(a: torch.Tensor, b: torch.Tensor, *, rows: int, columns: int, depth: i
     (m, k), n = a.shape, b.shape[1]
     c = a.new_empty(m, n)
     grid = (triton.cdiv(m, rows), triton.cdiv(n, columns))
-    _tiled[grid](a, b, c, m, n, k, ROWS=rows, COLUMNS=columns, DEPTH=depth, num_warps=8 if rows * columns > 4096 else 4)
+    launch(_tiled, grid, a, b, c, m, n, k, ROWS=rows, COLUMNS=columns, DEPTH=depth, num_warps=8 if rows * columns > 4096 else 4)
     return c
 
 
