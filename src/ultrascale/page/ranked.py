@@ -7,6 +7,7 @@ from typing import Any
 from ultrascale.config.rules.trainable import untrainable
 from ultrascale.description.units import count_of, format_bytes, format_seconds
 from ultrascale.page.documents import number
+from ultrascale.plan.layouts import PLAIN_RECOMPUTE
 from ultrascale.plan.report import step_interval
 from ultrascale.plan.search.explain import binding, marginals
 from ultrascale.plan.search.search import TIE, SearchResult, distinct
@@ -54,7 +55,7 @@ def settings_of(prediction: Prediction) -> dict[str, str]:
     known = {name: str(getattr(prediction.layout, name)) for name in SETTINGS}
     if prediction.layout.pp == 1:
         del known["schedule"]
-    if prediction.layout.recompute not in ("none", "selective", "full"):
+    if prediction.layout.recompute not in PLAIN_RECOMPUTE:
         del known["recompute"]
     return known
 

@@ -18,7 +18,9 @@ Column = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 Indices = NDArray[np.intp]
-RECOMPUTE = ("none", "selective", "full", "every-k", "blocks")
+PLAIN_RECOMPUTE = ("none", "selective", "full")
+"""Modes that treat all blocks alike."""
+RECOMPUTE = (*PLAIN_RECOMPUTE, "every-k", "blocks")
 CP_METHODS = ("ring", "all-gather", "all-to-all", "ring+all-to-all")
 PRECISIONS: tuple[Precision, ...] = ("fp64", "fp32", "bf16", "fp16", *NARROW)
 _IS_NARROW = np.array([name in NARROW for name in PRECISIONS])

@@ -22,6 +22,7 @@ from ultrascale.description.problems import Problem, SpecError
 from ultrascale.description.run import Run, run_of_island
 from ultrascale.plan.flops import CONVENTION, model_flops_per_token
 from ultrascale.plan.islands import IslandsPlan, plan_islands
+from ultrascale.plan.layouts import PLAIN_RECOMPUTE
 from ultrascale.plan.memory.replay import MemoryPlan, num_micro_batches, plan_fullest_rank, plan_memory
 from ultrascale.plan.workload import Workload
 
@@ -34,7 +35,6 @@ CPU_RESERVE_BYTES = 2**29
 """Bytes reserved on a CPU for the interpreter and torch: about 0.4 GiB a process."""
 DEFAULT_OPTIMIZER = "adamw"
 """Optimizer that reports and command lines do not mention."""
-RECOMPUTE_FROM_CHEAP = ("none", "selective", "full")
 Device = Literal["cpu", "cuda"]
 
 
@@ -302,7 +302,7 @@ def alternatives(run: Run, cluster: Cluster, *, any_stage: bool = True, any_way:
     layout = run.layout
     every = (0,) if layout.dp == 1 else (0, 1, 2, 3) if layout.dp_shard is None else (1, 2, 3)
     stages = every if any_stage else (layout.zero_stage,)
-    modes = RECOMPUTE_FROM_CHEAP if any_way else (layout.recompute,)
+    modes = PLAIN_RECOMPUTE if any_way else (layout.recompute,)
     layouts = [replace(layout, zero_stage=stage, recompute=mode) for mode in modes for stage in stages]
     return [plan_run(replace(run, layout=layout), cluster) for layout in layouts]
 

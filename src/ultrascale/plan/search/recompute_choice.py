@@ -30,7 +30,7 @@ from ultrascale.description.units import format_bytes
 from ultrascale.plan.columns.block_memory import block_memory
 from ultrascale.plan.columns.footprint import stage_memory
 from ultrascale.plan.constants import CONSTANTS
-from ultrascale.plan.layouts import Column, Floats, Indices, LayoutTable
+from ultrascale.plan.layouts import PLAIN_RECOMPUTE, Column, Floats, Indices, LayoutTable
 from ultrascale.plan.memory.replay import num_micro_batches, plan_memory, rank_shape, stage_parts
 from ultrascale.plan.pipeline.pipeline_activations import rank_in_flight
 from ultrascale.plan.report import RunPlan, device_of, has_rates, live_room, plan_run, workload_of
@@ -44,8 +44,6 @@ from ultrascale.work.recompute import reruns_last as reruns_last_of
 from ultrascale.work.sharding.places import Coordinates
 from ultrascale.work.work import block_work
 
-PLAIN = ("none", "selective", "full")
-"""Options for compiled blocks: the compiler sees operations, not their place in the block."""
 CONTAINED = (
     ("mlp", "mlp_act"), ("shared_experts", "mlp_act"), ("moe", "mlp_act"), ("moe", "moe_act"), ("moe", "moe_permute"),
     ("moe", "shared_experts"),
@@ -87,13 +85,14 @@ def recompute_options(
 ) -> list[RecomputeOption]:
     """Options of block `layer` on the Pareto front of bytes and seconds, from the fastest to the smallest.
 
-    `compiled`: blocks are compiled. `splits`: the pipeline schedule splits backward passes into I and W.
+    `compiled`: only plain modes are options, as a compiler sees operations, not their place in the block.
+    `splits`: the pipeline schedule splits backward passes into I and W.
     """
     model, ops = workload.model, block_work(workload.model, layer, shape)
     behind = reruns_last_of(ops, tp=shape.tp, splits=splits)
     prices = {op.name: _seconds(workload, shape, op) for op in ops}
     candidates = []
-    for mode in PLAIN if compiled else (*PLAIN, *_mixed(ops, shape)):
+    for mode in PLAIN_RECOMPUTE if compiled else (*PLAIN_RECOMPUTE, *_mixed(ops, shape)):
         recomputation = recompute_of_mode(mode, model, layer, shape, workload.stack)
         seconds = sum(prices[op.name] for op in recomputed_ops(recomputation, ops, reruns_last=behind))
         candidates.append(
@@ -223,7 +222,7 @@ def with_recomputation(
         return replace(run, layout=choose(workload, layout, compiled=run.compile, device=device))
     chosen = choose(workload, layout, fits=fits, compiled=run.compile, device=device)
     # Ranks choose one after the other, so one option for all blocks may still be better.
-    plain = (_with_modes(layout, [option] * workload.model.num_hidden_layers) for option in PLAIN)
+    plain = (_with_modes(layout, [option] * workload.model.num_hidden_layers) for option in PLAIN_RECOMPUTE)
     fitting = [plan for plan in map(planned, (chosen, *plain)) if plan.fits]
     best = min(fitting, key=lambda plan: plan.prediction.step_seconds if plan.prediction else 0.0, default=None)
     return replace(run, layout=chosen if best is None else best.run.layout)

@@ -8,16 +8,14 @@ the rest, so the statement is computed anew for each model.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from ultrascale.description.layout import Layout
 from ultrascale.description.units import format_bytes
+from ultrascale.plan.layouts import PLAIN_RECOMPUTE
 from ultrascale.plan.time.price import predict
 from ultrascale.plan.workload import Workload
 from ultrascale.work.recompute import selective_words
 
-RecomputeMode = Literal["none", "selective", "full"]
-MODES: tuple[RecomputeMode, ...] = ("none", "selective", "full")
 WORTH = 0.01
 """Fraction of the peak below which saved memory counts as none."""
 REDONE = {
@@ -33,7 +31,7 @@ REDONE = {
 class RecomputeTradeoff:
     """One recomputation mode compared with none."""
 
-    mode: RecomputeMode
+    mode: str
     saved_bytes: float
     """Reduction of the allocator's peak."""
     added_seconds: float
@@ -46,7 +44,7 @@ class RecomputeTradeoff:
 
 def recompute_tradeoffs(workload: Workload, layout: Layout) -> list[RecomputeTradeoff]:
     """Selective and full recomputation of `layout`, each compared with none."""
-    plain, *variants = (predict(workload, replace(layout, recompute=mode)) for mode in MODES)
+    plain, *variants = (predict(workload, replace(layout, recompute=mode)) for mode in PLAIN_RECOMPUTE)
     return [
         RecomputeTradeoff(
             mode,
@@ -55,7 +53,7 @@ def recompute_tradeoffs(workload: Workload, layout: Layout) -> list[RecomputeTra
             plain.step_seconds,
             float(plain.memory.allocated),
         )
-        for mode, variant in zip(MODES[1:], variants, strict=True)
+        for mode, variant in zip(PLAIN_RECOMPUTE[1:], variants, strict=True)
     ]
 
 
