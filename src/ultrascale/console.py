@@ -117,7 +117,8 @@ def plain_table(
     are never wrapped. `folds`: long words are folded, not cut. `style`: further arguments of rich's Table."""
     from rich.table import Table
 
-    table = Table(box=None, header_style="bold", **({"pad_edge": False} | style))
+    settings: dict[str, Any] = {"header_style": "bold", "pad_edge": False} | style
+    table = Table(box=None, **settings)
     for column in columns:
         justify = "left" if left is None or column in left else "right"
         table.add_column(column, justify=justify, no_wrap=column in whole, overflow="fold" if folds else "ellipsis")

@@ -80,7 +80,7 @@ def command(arguments: list[str]) -> int:
 def table(outcome: Outcome) -> list[str]:
     """Lines of the printed table: one per kind of fault, and the verdict."""
     head = ("fault", "struck", "survived", "found in s", "next step in s", "steps lost", "found by")
-    rows = [head, *(_row(kind, strikes) for kind, strikes in sorted(_by_kind(outcome).items()))]
+    rows = [head, *(_row(kind, facts) for kind, facts in to_json(outcome)["kinds"].items())]
     widths = [max(len(row[place]) for row in rows) for place in range(len(head))]
     lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     account, survived = outcome.account, sum(strike.is_survived for strike in outcome.strikes)
@@ -98,6 +98,9 @@ def to_json(outcome: Outcome) -> dict[str, Any]:
     """The table as JSON."""
     from ultrascale.soak.storm import KINDS
 
+    by_kind: dict[str, list[Strike]] = defaultdict(list)
+    for strike in outcome.strikes:
+        by_kind[strike.fault.kind].append(strike)
     kinds = {
         kind: {
             "row": KINDS[kind].row, "struck": len(strikes), "survived": sum(strike.is_survived for strike in strikes),
@@ -107,7 +110,7 @@ def to_json(outcome: Outcome) -> dict[str, Any]:
             "steps_lost": _spread([float(strike.steps_lost) for strike in strikes]),
             "detected_by": sorted({strike.detected_by for strike in strikes}),
         }
-        for kind, strikes in sorted(_by_kind(outcome).items())
+        for kind, strikes in sorted(by_kind.items())
     }  # fmt: skip
     goodput = outcome.account.goodput
     return {
@@ -117,19 +120,9 @@ def to_json(outcome: Outcome) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _by_kind(outcome: Outcome) -> dict[str, list[Strike]]:
-    by_kind: dict[str, list[Strike]] = defaultdict(list)
-    for strike in outcome.strikes:
-        by_kind[strike.fault.kind].append(strike)
-    return by_kind
-
-
-def _row(kind: str, strikes: list[Strike]) -> tuple[str, ...]:
-    survived = sum(strike.is_survived for strike in strikes)
-    seconds = [_words(_spread([getattr(strike, name) for strike in strikes])) for name in ("detect_seconds", "recover_seconds")]
-    lost = _spread([float(strike.steps_lost) for strike in strikes])
-    detectors = ", ".join(sorted({strike.detected_by for strike in strikes}))
-    return kind, str(len(strikes)), str(survived), *seconds, _words(lost), detectors
+def _row(kind: str, facts: dict[str, Any]) -> tuple[str, ...]:
+    spreads = [_words(facts[name]) for name in ("detect_seconds", "recover_seconds", "steps_lost")]
+    return kind, str(facts["struck"]), str(facts["survived"]), *spreads, ", ".join(facts["detected_by"])
 
 
 def _spread(values: list[float | None]) -> dict[str, float] | None:

@@ -13,6 +13,7 @@ from ultrascale.catalogue.cluster import parse_cluster
 from ultrascale.cli.measure.measure_speed import launched_once
 from ultrascale.cli.terminal.parse import parse
 from ultrascale.cli.terminal.screen import console_for_people, print_json
+from ultrascale.console import plain_table
 from ultrascale.description.problems import mistake
 from ultrascale.description.rank_environment import env_rank, expect_rank_environment
 from ultrascale.description.units import format_bytes, format_seconds
@@ -126,7 +127,6 @@ def _measured(request: dict[str, Any], processes: int | None) -> int:
 
 
 def _show(result: dict[str, Any]) -> None:
-
     from ultrascale.measure.machine.network import network_bytes_per_second
     from ultrascale.measure.machine.timed import Timed
 
@@ -151,13 +151,9 @@ def _show(result: dict[str, Any]) -> None:
 
 
 def _table(timed: list[Timed], cell: Callable[[Timed], str]) -> Table:
-    from rich.table import Table
-
-    table = Table(box=None, header_style="dim", padding=(0, 1, 0, 0))
     kinds = [*dict.fromkeys(timing.kind for timing in timed)]
-    table.add_column("", justify="right", no_wrap=True)
-    for kind in kinds:
-        table.add_column(kind.replace("_", "-"), justify="right")
+    names = (kind.replace("_", "-") for kind in kinds)
+    table = plain_table("", *names, left=(), whole=("",), header_style="dim", pad_edge=True, padding=(0, 1, 0, 0))
     for num_bytes in dict.fromkeys(timing.num_bytes for timing in timed):
         row = {timing.kind: timing for timing in timed if timing.num_bytes == num_bytes}
         table.add_row(format_bytes(num_bytes), *(cell(row[kind]) for kind in kinds))
