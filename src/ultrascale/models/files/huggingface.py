@@ -61,18 +61,19 @@ def export_folder(
     return Path(folder)
 
 
-def expect_same_model(folder: Path, model: Model) -> None:
-    """Raises SpecError if a folder that would be replaced holds another model: one that was downloaded, or another run's."""
+def expect_same_model(place: str, config_json: bytes, model: Model) -> None:
+    """Raises SpecError if `place`, which would be replaced, holds another model by its `config.json`: one that was downloaded,
+    or another run's."""
     try:
-        held = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        held = json.loads(config_json)
+    except (ValueError, RecursionError):
         return
     config = to_hf(model)
     sizes = [key for key, value in config.items() if isinstance(value, int) and not key.endswith(_NO_SIZE)]
     keys = [key for key in ("model_type", *sizes) if isinstance(held, dict) and key in held and held[key] != config[key]]
     if keys:
         values = ", ".join(f"{key} = {held[key]}" for key in keys[:3])
-        raise mistake(str(folder), f"holds another model ({values}) and is not replaced", "Choose another folder.")
+        raise mistake(place, f"holds another model ({values}) and is not replaced", "Choose another place.")
 
 
 _NO_SIZE = ("token_id", "max_position_embeddings", "use_cache")
