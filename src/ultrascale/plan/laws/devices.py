@@ -46,7 +46,7 @@ RELATIVES = {
 }  # fmt: skip
 """Fitted relative whose law a device without a table uses. Devices not listed use the fitted device of the nearest bf16
 peak."""
-SAME_CHIP = ("h100-96", "h100-pcie", "h100-nvl", "b300", "gb300")
+SAME_CHIP = ("h100-96", "h100-pcie", "h100-nvl", "gh200", "b300", "gb300")
 """Devices with the chip of their relative and another power limit, which large GEMMs reach."""
 FP8_ATTENTION = {"a100": (1.0, 1.0), "hopper": (1.5, 1.0), "blackwell": (1.4, 1.4)}
 """Speed of fp8 attention over bf16, forward and backward. cudnn-frontend's benchmark 2026-09, 4k to 32k, medians: H200 forward
