@@ -13,6 +13,7 @@ published runs were tuned, and widens the interval to the others. Values filled 
     precision         bf16; fp16 on devices without bf16
     seq_len           4096
     tp, pp, cp        remaining factor of n_gpus / dp: tp within a node, then pp
+    etp               default of its program, but experts narrower than the model stay whole beside ep
 
 Rows come from many sources. A row with a number out of range cannot be represented; an unknown word is predicted as the default
 setting, and the prediction reports which.
@@ -138,7 +139,7 @@ def _base_layout(config: RunConfig, model: Model, program: Program, assumed: lis
     tp, cp, pp = _blank_axes(config, gpus, assumed)
     dp = _data_parallel(config, gpus, tp * cp * pp, assumed)
     zero, shard = _zero(config, program.usual, dp, pp, assumed)
-    ep, expert_tp = _experts(config, model.num_experts, program.usual, tp * cp * dp, assumed)
+    ep, expert_tp = _experts(config, model, program.usual, tp * cp * dp, assumed)
     return Layout(
         dp=dp, zero_stage=zero, dp_shard=shard, tp=tp, cp=cp, pp=pp, ep=ep, expert_tp=expert_tp,
         cp_method=program.usual.cp_method,
@@ -208,17 +209,20 @@ def _zero(config: RunConfig, usual: Usual, dp: int, pp: int, assumed: list[str])
     return stages[stage], None
 
 
-def _experts(config: RunConfig, num_experts: int, usual: Usual, ranks: int, assumed: list[str]) -> tuple[int, int]:
-    if not num_experts:
+def _experts(config: RunConfig, model: Model, usual: Usual, ranks: int, assumed: list[str]) -> tuple[int, int]:
+    """ep, and the degree by which tp cuts each expert. Recipes set 1 for fine-grained experts, whose cut GEMMs would be too
+    narrow."""
+    if not model.num_experts:
         return 1, 1
     ep = config.ep or 1
-    preferred = config.etp or (config.tp or 1 if usual.expert_tp == "tp" else 1)
+    is_fine = model.moe_intermediate_size < model.hidden_size and ep > 1
+    preferred = config.etp or (config.tp or 1 if usual.expert_tp == "tp" and not is_fine else 1)
     for expert_tp in (preferred, 1):
-        if ranks % (ep * expert_tp) == 0 and num_experts % ep == 0:
-            if config.etp is None and expert_tp > 1:
-                assumed.append(f"experts cut by tp = {expert_tp}")
+        if ranks % (ep * expert_tp) == 0 and model.num_experts % ep == 0:
+            if config.etp is None and (config.tp or 1) > 1:
+                assumed.append(f"experts cut by tp = {expert_tp}" if expert_tp > 1 else "experts not cut by tp")
             return ep, expert_tp
-    raise UnrepresentableError(f"ep = {ep} does not divide {num_experts} experts and tp x cp x dp = {ranks}")
+    raise UnrepresentableError(f"ep = {ep} does not divide {model.num_experts} experts and tp x cp x dp = {ranks}")
 
 
 def _sequence_parallel(config: RunConfig, usual: Usual, tp: int, assumed: list[str]) -> bool:
@@ -449,6 +453,8 @@ def read_differently(config: RunConfig, model: Model, layout: Layout) -> Iterato
         yield f"recompute {config.recompute!r} is read as {layout.recompute}"
     if config.pp_schedule and not re.search(_SCHEDULES, config.pp_schedule.lower()):
         yield f"pp_schedule {config.pp_schedule!r} is read as {layout.schedule}"
+    if re.search(_TWICE_THE_ACTIVATIONS, config.pp_schedule.lower()):
+        yield f"pp_schedule {config.pp_schedule!r} is read as {layout.schedule}, which holds half as many activations"
     if config.attn_kind and not re.search("mha|mqa|gqa|mla|swa", config.attn_kind.lower()):
         yield f"attn_kind {config.attn_kind!r} is not read: heads and kv_heads say what attention it is"
     if (
@@ -464,6 +470,8 @@ def read_differently(config: RunConfig, model: Model, layout: Layout) -> Iterato
 
 
 _SCHEDULES = "|".join(schedule.pattern for schedule in SCHEDULES.values() if schedule.pattern)
+_TWICE_THE_ACTIVATIONS = r"zb[-_ ]*(?:h2|2p)"
+"""Zero-bubble schedules without a bubble, in twice the activations of 1F1B (Qi et al. 2023)."""
 _NOTHING = ("0", "no", "false", "off")
 
 
