@@ -205,6 +205,21 @@ def test_import_makes_the_folder_the_start_of_a_run_and_export_gives_the_same_bi
     )
 
 
+@pytest.mark.parametrize(("text", "code"), [("the model says what the model says", 0), ("quite another text, another text", 2)])
+def test_import_refuses_data_whose_ids_stand_for_other_tokens_than_the_folders(exported, run_file, capsys, text, code):
+    home = run_file.parent
+    (home / "text.txt").write_text("the model says " * 100)
+    train_tokenizer([text] * 3, 280).save(str(home / "another.json"))
+    words = ["--tokenizer", str(home / "another.json"), "--output", str(home / "prepared"), "--workers", "1"]
+    assert main(["data", "prepare", str(home / "text.txt"), *words]) == 0
+    run_file.write_text(run_file.read_text().replace(f"{home}/tokens", f"{home}/prepared").replace("tokenizer =", "# "))
+    assert main(["import", str(exported), str(run_file)]) == code
+    error = capsys.readouterr().err
+    assert ("was prepared with another tokenizer than that of" in error) == (code == 2)
+    assert not code or f"data prepare TEXT --tokenizer {exported}/tokenizer.json" in error
+    assert (home / "out").exists() == (code == 0)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_narrow_folder_is_exported_in_its_own_dtype_to_the_same_bytes_unless_another_is_asked_for(
     exported, run_file, capsys, dtype
