@@ -140,7 +140,7 @@ class Evaluation:
     """Steps between evaluations. None: never. If neither this nor `data.validation` is set and `data prepare` held out text,
     `train` uses a tenth of the run."""
     sequences: int = 32
-    """Sequences of each validation source; the same ones at every evaluation."""
+    """Sequences of each validation source, at most all that it has; the same ones at every evaluation."""
 
 
 @dataclass(frozen=True)
