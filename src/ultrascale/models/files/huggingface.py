@@ -23,7 +23,7 @@ from ultrascale.description.architecture.model import Model
 from ultrascale.description.problems import Problem, SpecError, mistake
 from ultrascale.models.files.folders import fill_folder
 from ultrascale.models.files.stored import Stored, stored_weights, weight_shapes
-from ultrascale.models.files.tokenizer_files import copy_tokenizer
+from ultrascale.models.files.tokenizer_files import TOKENIZER_FILE, copy_tokenizer, end_ids
 from ultrascale.models.files.weight_files import INDEX_FILE, WEIGHTS_FILE, is_exported, weight_files
 
 # Tables in old files that can be derived from config.json.
@@ -55,9 +55,13 @@ def export_folder(
     config = to_hf(model) | {"torch_dtype": str(dtype or next(iter(state.values())).dtype).removeprefix("torch.")}
     with fill_folder(Path(folder), is_ours=is_exported, overwrite=overwrite, source=source) as partial:
         special = copy_tokenizer(tokenizer, partial, max_length=model.max_position_embeddings) if tokenizer else {}
+        ends = end_ids(partial / TOKENIZER_FILE) if tokenizer else []
         _write_shards(state, model, partial, dtype, max_shard_bytes)
         _write_json(partial / "config.json", config | special)
-        _write_json(partial / "generation_config.json", {"do_sample": True, **special})
+        _write_json(
+            partial / "generation_config.json",
+            {"do_sample": True, **special, **({"eos_token_id": ends} if len(ends) > 1 else {})},
+        )
     return Path(folder)
 
 
