@@ -1,6 +1,6 @@
 """A rank of `ultrascale train --elastic` that writes down which sequences it reads: NOTES RUN.TOML, under torchrun.
 
-It waits a little before each: no processor trains step after step while nodes come and go, and nobody needs to train them again.
+It waits a little before each: no processor trains step after step while nodes come and go, to be compared with all of them.
 """
 
 from __future__ import annotations
