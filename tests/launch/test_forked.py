@@ -9,8 +9,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import psutil
@@ -158,30 +158,24 @@ def test_what_is_found_out_of_forks_is_remembered_where_they_cannot_compute(fork
     assert asked == [1]
 
 
-@pytest.fixture
-def unproven(monkeypatch) -> None:
-    """As if no fork of this process had computed yet."""
-    monkeypatch.setattr(forked, "_threads_of_proof", frozenset())
-
-
-@pytest.mark.parametrize("broken", [lambda tensor: time.sleep(60), lambda tensor: 1 / 0], ids=["waits", "fails"])
-def test_whether_a_fork_can_do_a_backward_pass_is_tried(unproven, monkeypatch, broken):
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.Tensor, "backward", broken)
-        assert not forks_compute(seconds=0.2)
-    assert forks_compute()
-
-
-def test_a_fork_is_tried_again_only_once_there_is_another_thread(unproven, monkeypatch):
-    tried = []
-    fork = os.fork
-    monkeypatch.setattr(os, "fork", lambda: tried.append(1) or fork())
-    assert [forks_compute() for _ in range(3)] == [True] * 3
-    assert len(tried) == (1 if sys.platform == "linux" else 3)
+@contextmanager
+def another_thread() -> Iterator[None]:
+    """While inside, this process has a thread that it did not have."""
     ends = threading.Event()
     thread = threading.Thread(target=ends.wait)
     thread.start()
+    try:
+        yield
+    finally:
+        ends.set()
+        thread.join()
+
+
+def test_whether_a_fork_can_do_a_backward_pass_is_tried_once_for_the_threads_that_there_are(monkeypatch):
     assert forks_compute()
-    ends.set()
-    thread.join()
-    assert len(tried) == (2 if sys.platform == "linux" else 4)
+    for broken in (lambda tensor: time.sleep(60), lambda tensor: 1 / 0):
+        monkeypatch.setattr(torch.Tensor, "backward", broken)
+        if sys.platform == "linux":
+            assert forks_compute()
+        with another_thread():
+            assert not forks_compute(seconds=0.2)
