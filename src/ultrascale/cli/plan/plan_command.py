@@ -14,6 +14,7 @@ from ultrascale.cli.terminal.parse import parse_with_overrides
 from ultrascale.cli.terminal.screen import console_for_people, print_json, waiting
 from ultrascale.config.layers import take_settings
 from ultrascale.description.units import parse_tokens
+from ultrascale.plan.flags.trainers import has_settings
 from ultrascale.plan.report import DEFAULT_OPTIMIZER, RunPlan, not_trainable
 
 
@@ -122,7 +123,8 @@ def next_of_run(chosen: RunPlan, words: list[str]) -> str:
         stack = [chosen.stack.name, *(word for key, value in changed.items() for word in (f"--stack.{key}", str(value)))]
         again = stack_file(chosen.stack.name).stack.optimizer if of_run == DEFAULT_OPTIMIZER else of_run
         short = [] if optimizer == again or "optimizer" in changed else ["--optimizer", optimizer]
-        return f"ultrascale plan {shlex.join([*words, *short, '--stack', *stack])} --print-flags"
+        wanted = "--print-flags" if has_settings(chosen.stack.name) else "--perfetto step.json"
+        return f"ultrascale plan {shlex.join([*words, *short, '--stack', *stack])} {wanted}"
     optimizer_words = [] if optimizer in (DEFAULT_OPTIMIZER, of_run) else ["--optimizer.name", optimizer]
     arguments = shlex.join([*words, *optimizer_words])
     if not_trainable(chosen.run):
