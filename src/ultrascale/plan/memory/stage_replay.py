@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 from ultrascale.catalogue.stacks.stack import Stack
 from ultrascale.catalogue.stacks.stack_files import STACKS
@@ -23,18 +23,16 @@ from ultrascale.description.layout import DTYPE_BYTES
 from ultrascale.description.recomputed import BlockRecompute
 from ultrascale.plan.memory.gradients import (
     DeferredGradient,
-    DeferredSnapshot,
     StageGradients,
-    deferred_snapshot,
     waiting_bytes,
     waiting_gradient,
     weight_gradient_workspace,
 )
-from ultrascale.plan.memory.ledger import Allocation, Effect, Ledger
+from ultrascale.plan.memory.ledger import Allocation, Ledger
 from ultrascale.plan.memory.offload_replay import CheckpointedBlock, OffloadReplay, PendingRegion, Tape
-from ultrascale.plan.memory.sharding import BucketSnapshot, Shards, WholeState, stays_whole
+from ultrascale.plan.memory.sharding import Shards, WholeState, stays_whole
 from ultrascale.plan.memory.stage_work import StagePart, StageWork
-from ultrascale.plan.memory.tally import Counts, Tally
+from ultrascale.plan.memory.tally import Tally
 from ultrascale.plan.split_backward import gathered_input_bytes, is_deferrable, is_row_sum, reads_gathered, sent_in_half
 from ultrascale.schedules.actions import Action, Kind
 from ultrascale.work.op_builders import gathered_scratch_bytes
@@ -56,29 +54,8 @@ from ultrascale.work.work import Op, input_gather, next_token_work, prediction_h
 class MicroBatchState:
     """Saved tensors of a micro-batch between its forward and backward pass."""
 
-    tapes: list[Tape | CheckpointedBlock | RecordedBlock] = field(default_factory=list)
+    tapes: list[Tape | CheckpointedBlock] = field(default_factory=list)
     shared: dict[str, Allocation] = field(default_factory=dict)
-
-
-class RecordedBlock(NamedTuple):
-    """A block whose forward pass was applied from a record: category, label and bytes of its input."""
-
-    block_input: tuple[str, str, int]
-    offloaded: tuple[Allocation, ...] = ()
-
-
-class BlockEntry(NamedTuple):
-    """Record of one pass of a block: its effect on the ledger and the tally, its result, and its buckets' state after it."""
-
-    effect: Effect
-    counts: Counts
-    result: tuple[str, str, int]
-    buckets_after: BucketSnapshot
-    waiting: DeferredSnapshot | None
-    """Gradients and inputs that I keeps for W."""
-
-
-BlockEntries = dict[Hashable, BlockEntry]
 
 
 class NoShards:
@@ -96,10 +73,10 @@ class StageReplay:
 
     def __init__(
         self, ledger: Ledger, tally: Tally, model: Model, part: StagePart, coordinates: Coordinates, *, splits: bool = False,
-        stack: Stack = STACKS["ultrascale"], entries: BlockEntries | None = None,
+        stack: Stack = STACKS["ultrascale"],
     ):  # fmt: skip
         """`splits`: the schedule splits backward passes into I and W, so that linear layers are separate operations. `stack`:
-        the trainer. `entries`: block passes recorded by other stages of the same layout."""
+        the trainer."""
         layout, shape, self.stack = tally.layout, tally.shape, stack
         self.ledger, self.tally, self.model, self.layout, self.shape, self.part = ledger, tally, model, layout, shape, part
         self.splits = splits
@@ -114,7 +91,6 @@ class StageReplay:
             has_experts=model.num_experts > 0,
             stack=stack,
         )
-        self._sizes = self.shards.sizes
         self.gradients = StageGradients(ledger, work, self.shards, DTYPE_BYTES[layout.precision])
         self.in_flight: dict[int, MicroBatchState] = {}
         self.waiting: dict[int, list[DeferredGradient]] = {}
@@ -126,15 +102,8 @@ class StageReplay:
         self._halves: dict[int, tuple[Op, Op]] = {}
         self._known_drops: dict[Hashable, tuple[Any, list[list[str]]]] = {}
         self._known_recomputation: dict[int, BlockRecompute | None] = {}
-        self._known_neighbours: dict[int, tuple[Any, ...]] = {}
         self._known_last: dict[int, tuple[tuple[Op, ...], int, tuple[Op, ...]]] = {}
         self._offload = OffloadReplay(ledger, layout, part.blocks, part.is_first)
-        plain = ledger.keeps_timeline or layout.offload_activations or work.per_bucket > 1
-        first = {(id(work.block(layer)), layout.block_recompute(layer)): layer for layer in reversed(part.layers)}
-        self._inner = frozenset[int]() if plain else frozenset(part.layers[:-1]) - {*first.values()}
-        self._entries: BlockEntries = {} if entries is None else entries
-        self._results: dict[Hashable, tuple[tuple[str, str, int], DeferredSnapshot | None]] = {}
-        """Result of a forward pass, or of I with its deferred gradients, by kind of block and bytes of its input."""
 
     def state(self) -> tuple[Hashable, ...]:
         """State that the next pass depends on: the buckets, and gradients that have not reached them."""
@@ -162,7 +131,7 @@ class StageReplay:
         ops = shared_work(model, shape, tuple(self.part.blocks))  # held by the operations that read it in the backward pass
         self._run(ops, now.shared, "activations", {result.name for op in ops for result in op.makes})
         for layer in self.part.layers:
-            hidden = self._pass_block(layer, hidden, None, None)
+            hidden = self._forward_block(layer, hidden)
         if self.part.is_last:
             self._forward_end(hidden)
         self.ledger.release_all(now.shared.values())
@@ -186,7 +155,7 @@ class StageReplay:
             assert gradient is not None
             hidden = gradient.retain()
         for layer in reversed(self.part.layers):
-            hidden = self._pass_block(layer, hidden, action, deferred)
+            hidden = self._backward_block(layer, hidden, action, deferred).pop("hidden")
         gradients = {"hidden": hidden}
         self._unwind(self._pop_tape(), gradients, None, deferred)
         shards.after_backward(shards.root, action)
@@ -217,91 +186,6 @@ class StageReplay:
         """All-gather a deferred GEMM's input or gradient over tp, for W."""
         self.tally.send("all_gather", self.layout.group("tp"), deferred.gathered_bytes)
         return self.ledger.take("temporary", "gathered for gradients of weights", deferred.gathered_bytes)
-
-    def _pass_block(
-        self, layer: int, incoming: Allocation, action: Action | None, deferred: list[DeferredGradient] | None
-    ) -> Allocation:
-        """Forward pass of a block, or with an `action` its backward pass. Blocks between the first of their kind (which holds
-        the tensors shared by all) and the last are replayed once in each state, then applied from the record."""
-
-        def replay() -> Allocation:
-            if action is None:
-                return self._forward_block(layer, incoming)
-            return self._backward_block(layer, incoming, action, deferred).pop("hidden")
-
-        if layer not in self._inner:
-            return replay()
-        tapes, incoming_fields = self._now.tapes, (incoming.category, incoming.label, incoming.num_bytes)
-        tape, is_off = None if action is None else tapes[-1], self.shards.root is None
-        neighbours, sizes, *kind = self._known_neighbours.get(layer) or self._find_neighbours(layer)
-        kind = *kind, incoming_fields, deferred is not None and incoming.holders
-        if is_off:
-            known = self._results.get(kind) if action is None or deferred is not None else None
-            if known is not None and not isinstance(tape, Tape | CheckpointedBlock):
-                return self._apply_recorded(layer, incoming, action, deferred, *known)
-            if isinstance(tape, RecordedBlock):
-                tapes[-1] = self._make_tape(layer, tape)
-            return replay()
-        ledger, tally, shards = self.ledger, self.tally, self.shards
-        before = shards.state(neighbours)
-        key = (
-            action and action._replace(stage=0, micro_batch=0, overlapped_with=None), kind, incoming.holders, before, sizes,
-            self.gradients.state(), len(self._shares), len(self._joined_gradients),
-        )  # fmt: skip
-        entry = self._entries.get(key)
-        if entry is None or isinstance(tape, Tape | CheckpointedBlock):  # a tape may hold tensors shared by all blocks
-            if isinstance(tape, RecordedBlock):
-                tapes[-1] = self._make_tape(layer, tape)
-            counted, holders, num_deferred = tally.counted(), incoming.holders, len(deferred or ())
-            with ledger.recording() as recorded:
-                result = replay()
-            result_fields = result.category, result.label, result.num_bytes
-            waiting = None if deferred is None else deferred_snapshot(deferred[num_deferred:], layer, incoming, holders)
-            if waiting is None and deferred is not None:
-                return result
-            if action is None or deferred is not None:
-                self._results[kind] = result_fields, waiting
-            if result.holders == 1 and (snapshot := shards.snapshot(before, neighbours)) is not None:
-                self._entries[key] = BlockEntry(recorded.effect(), tally.since(counted), result_fields, snapshot, waiting)
-            return result
-        ledger.apply(entry.effect)
-        tally.add(entry.counts)
-        shards.restore(entry.buckets_after, neighbours)
-        if action is None or deferred is not None:
-            self._results[kind] = entry.result, entry.waiting
-        return self._apply_recorded(layer, incoming, action, deferred, entry.result, entry.waiting)
-
-    def _find_neighbours(self, layer: int) -> tuple[Any, ...]:
-        """Buckets around a block, their sizes, and a key that is equal for equal blocks: operations and recomputation."""
-        neighbours = self.work.around(layer)
-        sizes = tuple(self._sizes[bucket] for bucket in neighbours)
-        known = self._known_neighbours[layer] = (
-            neighbours,
-            sizes,
-            id(self.work.block(layer)),
-            self.layout.block_recompute(layer),
-        )
-        return known
-
-    def _apply_recorded(
-        self, layer: int, incoming: Allocation, action: Action | None, deferred: list[DeferredGradient] | None,
-        result: tuple[str, str, int],
-        waiting: DeferredSnapshot | None,
-    ) -> Allocation:  # fmt: skip
-        """Finish a block's pass whose record is applied: update the tapes and deferred gradients, return the result."""
-        if action is None:
-            self._now.tapes.append(RecordedBlock((incoming.category, incoming.label, incoming.num_bytes)))
-        else:
-            self._now.tapes.pop()
-        if deferred is not None and waiting is not None:
-            deferred += waiting.of(layer, incoming)
-        return Allocation(*result)
-
-    def _make_tape(self, layer: int, recorded_block: RecordedBlock) -> Tape | CheckpointedBlock | RecordedBlock:
-        """Make the tape that an applied forward pass would have left; the ledger counts its bytes already."""
-        with self.ledger.unrecorded(), self.tally.unrecorded(), self.buckets_left_alone():
-            self.ledger.release(self._forward_block(layer, Allocation(*recorded_block.block_input)))
-        return self._now.tapes.pop()
 
     # Forward
 
@@ -369,9 +253,7 @@ class StageReplay:
             )
             self._now.tapes.append(self._run(ops, live, "activations", leaves, layer=layer, recomputed=recomputed))
         self.ledger.release(block_input)
-        tape = self._now.tapes[-1]
-        assert not isinstance(tape, RecordedBlock)
-        self._offload.offload(layer, tape, block_input, self._now.shared.values())
+        self._offload.offload(layer, self._now.tapes[-1], block_input, self._now.shared.values())
         if self.work.is_last(layer):
             self.shards.after_forward(bucket)
         return live.pop("hidden_out")
@@ -502,8 +384,7 @@ class StageReplay:
         if self.work.is_last(layer):
             self.shards.before_backward(bucket)
         tape = self._now.tapes.pop()
-        assert not isinstance(tape, RecordedBlock)
-        self._offload.prefetch(tape, *(below for below in self._now.tapes[-1:] if not isinstance(below, RecordedBlock)))
+        self._offload.prefetch(tape, *self._now.tapes[-1:])
         gradients = {"hidden_out": gradient}
         if isinstance(tape, CheckpointedBlock):
             remade = self._recompute(layer, tape)
