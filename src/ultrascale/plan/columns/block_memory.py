@@ -6,15 +6,14 @@
 
 The same allocations as in `plan.memory.replay`, which replays a whole step; here once per distinct shape, from which
 `plan.columns.footprint` builds whole ranks. A part owns its input (`hidden`), not its result. Shapes with the same operations
-that differ only in sizes are replayed together, with a column of bytes in place of each number (`block_columns`).
+that differ only in sizes are replayed together: every number of bytes is a column, [shapes].
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +26,8 @@ from ultrascale.plan.split_backward import is_deferrable, is_row_sum
 from ultrascale.work.recompute import Region, recompute_of_mode, regions, saved_results
 from ultrascale.work.work import Op, Shape, block_work, embedding_work, head_work
 
+Column = NDArray[np.int64]
+"""Bytes by shape."""
 Recompute = str
 """Recomputation of one block, in the words of `description.recomputed`."""
 WeightGradients = Literal["held", "momentary", "in place"]
@@ -34,14 +35,11 @@ WeightGradients = Literal["held", "momentary", "in place"]
 gradient and freed. In place: the GEMM accumulates directly (Megatron's gradient accumulation fusion)."""
 
 
-@dataclass(frozen=True, slots=True)
-class BlockMemory:
+class BlockMemory(NamedTuple):
     """Bytes of one part. Peaks include its input and saved tensors, but nothing else that existed before."""
 
     saved_bytes: int
     """Bytes saved from the forward to the backward pass."""
-    saved_by_kind: dict[str, int]
-    """`saved_bytes` by kind of operation that produced them; `residual` is the residual stream."""
     forward_peak_bytes: int
     backward_peak_bytes: int
     """Peak of the backward pass, with the gradient of the result and, if they are held, those of the weights."""
@@ -49,40 +47,79 @@ class BlockMemory:
     """Bytes that I keeps for W, if backward passes are split."""
 
 
-@lru_cache(maxsize=1 << 12)
 def block_memory(
     model: Model, layer: int, shape: Shape, *, recompute: Recompute = "none", stack: Stack, splits: bool = False
 ) -> BlockMemory:
     """Memory of decoder block `layer`. `shape.kernels` are those of `stack`; `recompute` as in `Layout`, without every-k.
     `splits`: the backward pass is I, which keeps inputs and output gradients of linear layers for W."""
-    ops = block_work(model, layer, shape)
-    sizes = local_weights(model, layer, shape.tp, shape.ep, shape.expert_tp)
-    hidden = shape.outer_tokens * model.hidden_size * shape.itemsize
-    part = _Part(ops, {"hidden": hidden}, "hidden_out", hidden, sizes, shape.itemsize, weight_gradients(stack))
-    part.split_shape = shape if splits else None
-    memory = part.measure(recompute_of_mode(recompute, model, layer, shape, stack), stack.selective)
-    if not (shape.partition_checkpoints and recompute == "full"):
-        return memory
-    less = hidden - -(-hidden // shape.tp)
-    kinds = memory.saved_by_kind | {"residual": memory.saved_by_kind["residual"] - less}
-    return replace(memory, saved_bytes=memory.saved_bytes - less, saved_by_kind=kinds)
+    return BlockMemory(*block_columns(model, layer, [shape], recompute=recompute, stack=stack, splits=splits)[0].astype(int))
 
 
 def block_columns(
     model: Model, layer: int, shapes: Sequence[Shape], *, recompute: Recompute, stack: Stack, splits: bool
 ) -> NDArray[np.float64]:
-    """`block_memory` of many shapes, [shapes, 4]: saved bytes, forward and backward peak, and bytes kept for W."""
-    table = np.empty((len(shapes), 4))
-    alike: dict[object, list[int]] = {}
+    """Fields of `block_memory` of many shapes, [shapes, 4]."""
     works = [block_work(model, layer, shape) for shape in shapes]
-    for number, shape in enumerate(shapes):
-        recomputation = recompute_of_mode(recompute, model, layer, shape, stack)
-        key = recomputation, shape.precision, shape.partition_checkpoints and shape.tp, _moves_of(model, layer, shape)
-        alike.setdefault(key, []).append(number)
-    for (recomputation, *_), rows in alike.items():  # type: ignore[misc]
-        table[rows] = _played_together(model, layer, [shapes[row] for row in rows], [works[row] for row in rows], recomputation,
-                                       recompute, stack, splits).T  # fmt: skip
+    recomputations = [recompute_of_mode(recompute, model, layer, shape, stack) for shape in shapes]
+    keys = [
+        (recomputation, shape.precision, _moves_of(model, layer, shape))
+        for recomputation, shape in zip(recomputations, shapes, strict=True)
+    ]
+    weights = [local_weights(model, layer, shape.tp, shape.ep, shape.expert_tp) for shape in shapes]
+    hidden = _hidden_bytes(model, shapes)
+    cut = [shape.partition_checkpoints and recompute == "full" for shape in shapes]
+    not_saved = np.where(cut, hidden - -(-hidden // np.array([shape.tp for shape in shapes])), 0)
+    table = np.empty((len(shapes), 4))
+    for rows in _alike(keys):
+        part = _Part(
+            [works[row] for row in rows], {"hidden": hidden[rows]}, "hidden_out", hidden[rows],
+            [weights[row] for row in rows], shapes[rows[0]].itemsize, weight_gradients(stack), splits=splits,
+        )  # fmt: skip
+        table[rows] = part.measure(recomputations[rows[0]], stack.selective)
+    table[:, 0] -= not_saved
     return table
+
+
+def head_columns(model: Model, shapes: Sequence[Shape], *, stack: Stack) -> NDArray[np.float64]:
+    """Fields of `block_memory` for the final norm, the head and its loss, [shapes, 4]."""
+    hidden = _hidden_bytes(model, shapes)
+    works = [head_work(model, shape) for shape in shapes]
+    return _outside(model, shapes, works, {"hidden": hidden}, "loss", np.zeros_like(hidden), stack)
+
+
+def embedding_columns(model: Model, shapes: Sequence[Shape], *, stack: Stack) -> NDArray[np.float64]:
+    """Fields of `block_memory` for the embedding, [shapes, 4]."""
+    works = [embedding_work(model, shape) for shape in shapes]
+    return _outside(model, shapes, works, {}, "hidden", _hidden_bytes(model, shapes), stack)
+
+
+def _outside(
+    model: Model, shapes: Sequence[Shape], works: Sequence[tuple[Op, ...]], inputs: Mapping[str, Column], result: str,
+    result_bytes: Column, stack: Stack,
+) -> NDArray[np.float64]:  # fmt: skip
+    table = np.empty((len(shapes), 4))
+    keys = [(shape.precision, tuple(map(_moves, ops))) for shape, ops in zip(shapes, works, strict=True)]
+    for rows in _alike(keys):
+        part = _Part(
+            [works[row] for row in rows], {name: column[rows] for name, column in inputs.items()}, result, result_bytes[rows],
+            [_outside_weights(model, shapes[row].tp) for row in rows], shapes[rows[0]].itemsize, weight_gradients(stack),
+            is_outside=True,
+        )  # fmt: skip
+        table[rows] = part.measure(None, stack.selective)
+    return table
+
+
+def _hidden_bytes(model: Model, shapes: Sequence[Shape]) -> Column:
+    """Bytes of the residual stream."""
+    return np.array([shape.outer_tokens * model.hidden_size * shape.itemsize for shape in shapes], dtype=np.int64)
+
+
+def _alike(keys: Sequence[object]) -> Iterator[list[int]]:
+    """Indices of equal keys."""
+    rows: dict[object, list[int]] = {}
+    for row, key in enumerate(keys):
+        rows.setdefault(key, []).append(row)
+    yield from rows.values()
 
 
 @lru_cache(maxsize=1 << 13)
@@ -101,54 +138,6 @@ def _moves(op: Op) -> tuple[object, ...]:
     axes = tuple((collective.axis, collective.kind) for collective in op.collectives)
     made_names = tuple(activation.name for activation in op.makes)
     return op.name, op.kind, op.reads, made_names, op.saves, op.weights, op.hands_on_saved, op.inside != (), axes, op.in_fp8
-
-
-def _played_together(
-    model: Model, layer: int, shapes: Sequence[Shape], works: Sequence[tuple[Op, ...]], recomputation: BlockRecompute | None,
-    recompute: Recompute, stack: Stack, splits: bool,
-) -> NDArray[np.int64]:  # fmt: skip
-    """Rows of `block_columns`, [4, shapes], for shapes with equal `_moves_of`."""
-    itemsize = shapes[0].itemsize
-    weights = [local_weights(model, layer, shape.tp, shape.ep, shape.expert_tp) for shape in shapes]
-    hidden = np.array([shape.outer_tokens * model.hidden_size * itemsize for shape in shapes], dtype=np.int64)
-    of_weights = {name: np.array([sizes[name] for sizes in weights], dtype=np.int64) for name in weights[0]}
-    part = _Part(works[0], {"hidden": hidden}, "hidden_out", hidden, of_weights, itemsize, weight_gradients(stack))
-    part.split_shape = shapes[0] if splits else None
-    part.results = {
-        (op.name, activation.name): np.array([ops[number].makes[place].num_bytes for ops in works], dtype=np.int64)
-        for number, op in enumerate(works[0])
-        for place, activation in enumerate(op.makes)
-    }
-    part.activation_bytes |= {name: num_bytes for (_, name), num_bytes in part.results.items()}
-    part.scratch = {op.name: (np.array([ops[number].scratch_bytes for ops in works], dtype=np.int64),
-                              np.array([ops[number].backward_scratch_bytes for ops in works], dtype=np.int64))
-                    for number, op in enumerate(works[0])}  # fmt: skip
-    memory = part.measure(recomputation, stack.selective)
-    saved = memory.saved_bytes
-    if shapes[0].partition_checkpoints and recompute == "full":
-        saved = saved - (hidden - -(-hidden // shapes[0].tp))
-    columns = (saved, memory.forward_peak_bytes, memory.backward_peak_bytes, memory.waiting_bytes)
-    return np.stack([np.broadcast_to(column, len(shapes)) for column in columns])
-
-
-@lru_cache(maxsize=1 << 14)
-def head_memory(model: Model, shape: Shape, *, stack: Stack) -> BlockMemory:
-    """Memory of the final norm, the head and its loss."""
-    hidden = shape.outer_tokens * model.hidden_size * shape.itemsize
-    sizes = _outside_weights(model, shape.tp)
-    part = _Part(head_work(model, shape), {"hidden": hidden}, "loss", 0, sizes, shape.itemsize, weight_gradients(stack),
-                 is_outside=True)  # fmt: skip
-    return part.measure(None, stack.selective)
-
-
-@lru_cache(maxsize=1 << 14)
-def embedding_memory(model: Model, shape: Shape, *, stack: Stack) -> BlockMemory:
-    """Memory of the embedding."""
-    hidden = shape.outer_tokens * model.hidden_size * shape.itemsize
-    sizes = _outside_weights(model, shape.tp)
-    ops = embedding_work(model, shape)
-    part = _Part(ops, {}, "hidden", hidden, sizes, shape.itemsize, weight_gradients(stack), is_outside=True)
-    return part.measure(None, stack.selective)
 
 
 def weight_gradients(stack: Stack) -> WeightGradients:
@@ -186,19 +175,18 @@ class _Ledger:
 
     __slots__ = ("holders", "peak", "sizes", "total")
 
-    def __init__(self, inputs: Mapping[str, Any]) -> None:
-        self.total: Any = 0
-        self.peak: Any = 0
-        self.sizes: dict[str, Any] = {}
+    def __init__(self, inputs: Mapping[str, Column]) -> None:
+        self.total: Column | int = 0
+        self.peak: Column | int = 0
+        self.sizes: dict[str, Column | int] = {}
         self.holders: dict[str, int] = {}
         for name, num_bytes in inputs.items():
             self.take(name, num_bytes)
 
-    def take(self, name: str, num_bytes: int) -> None:
+    def take(self, name: str, num_bytes: Column | int) -> None:
         self.sizes[name], self.holders[name] = num_bytes, 1
-        self.total += num_bytes
-        if self.total > self.peak:
-            self.peak = self.total
+        self.total = self.total + num_bytes
+        self.peak = np.maximum(self.peak, self.total)
 
     def retain(self, name: str) -> None:
         self.holders[name] += 1
@@ -207,32 +195,10 @@ class _Ledger:
         holders = self.holders[name] - 1
         self.holders[name] = holders
         if not holders:
-            self.total -= self.sizes.pop(name)
-            del self.holders[name]
-
-    def touch(self, num_bytes: int) -> None:
-        if self.total + num_bytes > self.peak:
-            self.peak = self.total + num_bytes
-
-
-class _LedgerColumns(_Ledger):
-    """`_Ledger` of many shapes at once, with columns of bytes."""
-
-    __slots__ = ()
-
-    def take(self, name: str, num_bytes: Any) -> None:
-        self.sizes[name], self.holders[name] = num_bytes, 1
-        self.total = self.total + num_bytes
-        self.peak = np.maximum(self.peak, self.total)
-
-    def release(self, name: str) -> None:
-        holders = self.holders[name] - 1
-        self.holders[name] = holders
-        if not holders:
             self.total = self.total - self.sizes.pop(name)
             del self.holders[name]
 
-    def touch(self, num_bytes: Any) -> None:
+    def touch(self, num_bytes: Column) -> None:
         self.peak = np.maximum(self.peak, self.total + num_bytes)
 
 
@@ -241,38 +207,50 @@ class _Part:
 
     def __init__(
         self,
-        ops: tuple[Op, ...],
-        inputs: dict[str, Any],
+        works: Sequence[tuple[Op, ...]],
+        inputs: Mapping[str, Column],
         result: str,
-        result_bytes: Any,
-        weights: dict[str, Any],
+        result_bytes: Column,
+        weights: Sequence[Mapping[str, int]],
         itemsize: int,
         gradients: WeightGradients,
         *,
         is_outside: bool = False,
+        splits: bool = False,
     ):
-        """Sizes are bytes, or columns of bytes."""
-        self.ops, self.inputs, self.result, self.result_bytes = ops, inputs, result, result_bytes
-        self.weights, self.itemsize, self.gradients, self.is_outside = weights, itemsize, gradients, is_outside
-        self.split_shape: Shape | None = None
+        """`works`, `weights`: operations, and elements of each weight, of every shape."""
+
+        def column(sizes: Iterable[int]) -> Column:
+            return np.array([*sizes], dtype=np.int64)
+
+        ops = self.ops = works[0]
+        self.inputs, self.result, self.result_bytes = inputs, result, result_bytes
+        self.itemsize, self.gradients, self.is_outside, self.splits = itemsize, gradients, is_outside, splits
+        self.weights = {name: column(elements[name] for elements in weights) for name in weights[0]}
         self.waiting: dict[str, None] = {}
         """Names kept for W."""
-        self.activation_bytes: dict[str, Any] = inputs | {
-            activation.name: activation.num_bytes for op in ops for activation in op.makes
-        }
-        self.results: dict[tuple[str, str], Any] = {
-            (op.name, activation.name): activation.num_bytes for op in ops for activation in op.makes
+        self.results = {
+            (op.name, activation.name): column(work[number].makes[place].num_bytes for work in works)
+            for number, op in enumerate(ops)
+            for place, activation in enumerate(op.makes)
         }
         """Sizes by (operation, name): eager attention and a router both produce `scores`."""
-        self.scratch: dict[str, tuple[Any, Any]] = {op.name: (op.scratch_bytes, op.backward_scratch_bytes) for op in ops}
+        self.activation_bytes = {**inputs, **{name: num_bytes for (_, name), num_bytes in self.results.items()}}
+        self.scratch = {
+            op.name: (
+                column(work[number].scratch_bytes for work in works),
+                column(work[number].backward_scratch_bytes for work in works),
+            )
+            for number, op in enumerate(ops)
+        }
         """Forward and backward scratch bytes, by name of the operation."""
-        self.ledger = (_Ledger if isinstance(result_bytes, int) else _LedgerColumns)(inputs)
+        self.ledger = _Ledger(inputs)
         self._borrowed: dict[int, list[str]] = {}
         """For each region, its inputs that other regions have recomputed."""
 
-    def measure(self, recomputation: BlockRecompute | None, selective: Selective) -> BlockMemory:
-        """Replay both passes. `selective`: what the stack keeps in selective recomputation if `recomputation` names no
-        kinds."""
+    def measure(self, recomputation: BlockRecompute | None, selective: Selective) -> Column:
+        """Replay both passes; the fields of `BlockMemory`, [shapes, 4]. `selective`: what the stack keeps in selective
+        recomputation if `recomputation` names no kinds."""
         recomputed = (
             () if recomputation is None else regions(self.ops, recomputation.modules, as_megatron=recomputation.as_megatron)
         )
@@ -283,28 +261,20 @@ class _Part:
             else saved_results(self.ops, recomputation, selective)
         )
         if checkpoints:
-            self._retain_inputs()
+            self._retain(self.inputs)
         tape = self._forward(self.ops, saves=not checkpoints, keep=kept, recomputed=recomputed)
         forward_peak = self.ledger.peak
-        saved = {name: n for name, n in self.ledger.sizes.items() if name != self.result}
         if self.result in self.ledger.sizes:
             self.ledger.release(self.result)
+        saved = self.ledger.total
         self.ledger.peak = 0
         self.ledger.take(f"d {self.result}", self.result_bytes)
         if checkpoints:
             tape = self._recompute(kept)
         self._backward(tape, recomputed)
-        return BlockMemory(
-            sum(saved.values()),
-            self._by_kind(saved),
-            forward_peak,
-            self.ledger.peak,
-            sum(self.ledger.sizes[name] for name in self.waiting),
-        )
-
-    def _retain_inputs(self) -> None:
-        for name in self.inputs:
-            self.ledger.retain(name)
+        waiting = sum(self.ledger.sizes[name] for name in self.waiting)
+        columns = (saved, forward_peak, self.ledger.peak, waiting)
+        return np.stack([np.broadcast_to(column, self.result_bytes.shape) for column in columns], axis=1)
 
     def _forward(
         self,
@@ -367,7 +337,7 @@ class _Part:
     def _recompute(self, kept: frozenset[str]) -> list[tuple[Op, list[str]]]:
         """Recompute up to the last operation that saves a tensor, as torch does."""
         last = max((index for index, op in enumerate(self.ops) if op.saves), default=0)
-        self._retain_inputs()
+        self._retain(self.inputs)
         leaves = set(self.ops[last].saves)
         tape = self._forward(self.ops[:last], saves=True, kept=kept, leaves=leaves)
         final = self.ops[last]
@@ -459,14 +429,14 @@ class _Part:
             else:
                 leaving[name] = f"d {name} of {op.name}"
                 ledger.take(leaving[name], self.activation_bytes[name])
-        if self.split_shape is not None and is_deferrable(op):
-            self._defer_weight_gradient(op, saved, arriving[0], self.split_shape)
+        if self.splits and is_deferrable(op):
+            self._defer_weight_gradient(op, saved, arriving[0])
         else:
             self._make_weight_gradients(op, saved)
             ledger.touch(self.scratch[op.name][1])
         return leaving
 
-    def _defer_weight_gradient(self, op: Op, saved: list[str], arriving: str, shape: Shape) -> None:
+    def _defer_weight_gradient(self, op: Op, saved: list[str], arriving: str) -> None:
         """Keep a linear layer's input and output gradient for W: this rank's positions of a row-parallel layer's, rounded in
         fp8."""
         held = [arriving, *saved[:1]]
@@ -481,7 +451,7 @@ class _Part:
         if part is not None or op.in_fp8:
             held[0] = f"d {op.makes[0].name} for W"
             whole = self.ledger.sizes[arriving] if part is None else part
-            self.ledger.take(held[0], whole // (shape.itemsize if op.in_fp8 else 1))
+            self.ledger.take(held[0], whole // (self.itemsize if op.in_fp8 else 1))
             self.ledger.holders[held[0]] = 0
         for name in held:
             if name not in self.waiting:
@@ -495,19 +465,8 @@ class _Part:
             if self.gradients == "held":
                 self.ledger.retain(saved[1])
             return
-        num_bytes = self._weight_bytes(op.weights)
+        num_bytes = np.sum([self.weights[name] for name in op.weights], axis=0) * self.itemsize
         if self.gradients == "held":
             self.ledger.take(f"weights of {op.name}", num_bytes)
         else:
             self.ledger.touch(num_bytes)
-
-    def _weight_bytes(self, names: Iterable[str]) -> int:
-        return sum(self.weights.get(name, 0) for name in names) * self.itemsize
-
-    def _by_kind(self, saved: dict[str, int]) -> dict[str, int]:
-        kinds = {activation.name: op.kind for op in self.ops for activation in op.makes}
-        bytes_by_kind: dict[str, int] = {}
-        for name, num_bytes in saved.items():
-            kind = "residual" if name in self.inputs or name == "hidden_mid" else kinds[name]
-            bytes_by_kind[kind] = bytes_by_kind.get(kind, 0) + num_bytes
-        return bytes_by_kind
