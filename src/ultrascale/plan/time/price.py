@@ -27,7 +27,7 @@ from ultrascale.plan.constants import CONSTANTS, Constants
 from ultrascale.plan.costs.storage import checkpoint_share, read_seconds
 from ultrascale.plan.flops import hardware_flops_per_token, model_flops_per_token
 from ultrascale.plan.laws.collectives import collective_seconds
-from ultrascale.plan.laws.compute import optimizer_seconds
+from ultrascale.plan.laws.compute import elementwise_seconds
 from ultrascale.plan.laws.curves import steady
 from ultrascale.plan.layouts import PRECISIONS, SCHEDULE_NAMES, LayoutTable, by_schedule
 from ultrascale.plan.memory.replay import MemoryPlan, rank_shape
@@ -390,7 +390,7 @@ def _optimizer(workload: Workload, table: LayoutTable, stages: Stages, constants
     widths = MASTERS[table.precision] / 4  # a stack's bytes are those of runs with fp32 masters; of fp64 all are twice as wide
     num_bytes = widths * (local * per_parameter + unscaling + of_gradients).max(axis=0)
     accelerator = workload.cluster.accelerator
-    seconds = optimizer_seconds(accelerator, num_bytes * constants.optimizer_passes)
+    seconds = elementwise_seconds(accelerator, num_bytes * constants.optimizer_passes)
     if stack.optimizer == "muon":
         seconds = seconds + _matrix_exchange(workload, table, local.max(axis=0))
         flops = NEWTON_SCHULZ_FLOPS * workload.model.hidden_size * local.max(axis=0)
