@@ -17,11 +17,10 @@ from typing import Literal, NamedTuple
 
 from ultrascale.catalogue.stacks.stack import Kernels
 from ultrascale.catalogue.stacks.stack_files import STACKS
-from ultrascale.description.layout import DTYPE_BYTES, Fp8Scaling, Precision
+from ultrascale.description.layout import DTYPE_BYTES, CpMethod, Fp8Scaling, Precision, cp_grid
 from ultrascale.work.sharding.places import Coordinates, even_part
 
 OpKind = Literal["matmul", "attention", "norm", "elementwise", "embedding", "loss", "gather", "exchange", "router", "permute"]
-CpMethod = Literal["ring", "all-gather", "all-to-all", "ring+all-to-all"]
 When = Literal["forward", "backward"]
 
 
@@ -196,9 +195,8 @@ class Shape:
 
     @property
     def cp_grid(self) -> tuple[int, int]:
-        """(places of the ring, ranks at each place that swap sequence shards for heads), as `Layout.cp_grid`."""
-        heads = min(self.cp, {"all-to-all": self.cp, "ring+all-to-all": self.cp_heads}.get(self.cp_method, 1))
-        return self.cp // heads, heads
+        """(places of the ring, ranks at each place that swap sequence shards for heads)."""
+        return cp_grid(self.cp, self.cp_method, self.cp_heads)
 
     @property
     def masks_in_kernel(self) -> bool:
