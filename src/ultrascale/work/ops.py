@@ -22,6 +22,8 @@ from ultrascale.work.sharding.places import Coordinates, even_part
 
 OpKind = Literal["matmul", "attention", "norm", "elementwise", "embedding", "loss", "gather", "exchange", "router", "permute"]
 When = Literal["forward", "backward"]
+Axis = Literal["tp", "cp", "ep", "expert_tp"]
+Hideable = Literal["", "product", "attention"]
 
 
 class Product(NamedTuple):
@@ -61,11 +63,11 @@ class Collective(NamedTuple):
     """A rank's communication over one axis in one pass."""
 
     kind: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
-    axis: Literal["tp", "cp", "ep", "expert_tp"]
+    axis: Axis
     num_bytes: int
     """Bytes of the whole gathered or reduced buffer; for all_to_all, the bytes that one rank holds, including its own part."""
     when: When
-    hideable: Literal["", "product", "attention"] = ""
+    hideable: Hideable = ""
     """Computation that it can overlap with: attention for a ring of keys and values, GEMMs for Megatron's tp communication."""
     sent_share: float = 1.0
     """Bytes that a rank sends, as a mean over ranks, relative to sending the whole buffer. The rank that waits longest receives

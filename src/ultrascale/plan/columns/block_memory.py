@@ -23,7 +23,7 @@ from ultrascale.description.architecture.model import Model
 from ultrascale.description.architecture.weights import layer_weights, weights_outside_layers
 from ultrascale.description.recomputed import BlockRecompute
 from ultrascale.plan.split_backward import is_deferrable, is_row_sum
-from ultrascale.work.recompute import Region, recompute_of_mode, regions, saved_results
+from ultrascale.work.recompute import Region, recompute_of_mode, regions_of, saved_results
 from ultrascale.work.work import Op, Shape, block_work, embedding_work, head_work
 
 Column = NDArray[np.int64]
@@ -251,17 +251,10 @@ class _Part:
     def measure(self, recomputation: BlockRecompute | None, selective: Selective) -> Column:
         """Replay both passes; the fields of `BlockMemory`, [shapes, 4]. `selective`: what the stack keeps in selective
         recomputation if `recomputation` names no kinds."""
-        recomputed = (
-            () if recomputation is None else regions(self.ops, recomputation.modules, as_megatron=recomputation.as_megatron)
-        )
-        checkpoints = recomputation is not None and not recomputation.modules
-        kept = (
-            frozenset[str]()
-            if recomputation is None or recomputation.whole or not checkpoints
-            else saved_results(self.ops, recomputation, selective)
-        )
-        if checkpoints:
+        recomputed, kept = regions_of(self.ops, recomputation), frozenset[str]()
+        if checkpoints := recomputation is not None and not recomputation.modules:
             self._retain(self.inputs)
+            kept = kept if recomputation.whole else saved_results(self.ops, recomputation, selective)
         tape = self._forward(self.ops, saves=not checkpoints, keep=kept, recomputed=recomputed)
         forward_peak = self.ledger.peak
         if self.result in self.ledger.sizes:

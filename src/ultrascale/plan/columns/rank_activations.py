@@ -57,11 +57,8 @@ ALL_FORWARD = by_schedule(lambda schedule: schedule.forward_first)
 class RankActivations:
     """Bytes, [3, layouts] or broadcastable to it: the first, a middle and the last rank of the pipeline."""
 
-    at_first: dict[str, Floats]
-    """Bytes at each of `plan.columns.rank_loads.PASSES`, one field for each of `WHEN`; minus infinity where a rank has no such
-    moment."""
-    at_between: dict[str, Floats]
-    at_last: dict[str, Floats]
+    at: dict[str, Floats]
+    """Bytes at each of `plan.columns.rank_loads.PASSES`, [3, WHEN, layouts]; minus infinity where a rank has no such moment."""
     pending: dict[str, Floats]
     """Fraction of the rank's stages whose gradients from I wait for W at that moment."""
     bare_head: NDArray[np.bool_]
@@ -163,10 +160,7 @@ def rank_activations(
         )
         always += np.where(offloads, resident, 0.0)
     return RankActivations(
-        **{
-            f"at_{when}": {name: most[:, row, number] + more[name] + always for number, name in enumerate(PASSES)}
-            for row, when in enumerate(WHEN)
-        },
+        at={name: most[:, :, number] + (more[name] + always)[:, None] for number, name in enumerate(PASSES)},
         pending={name: pending[:, number] for number, name in enumerate(PASSES)},
         bare_head=bare_head,
         saved=rank_saved,

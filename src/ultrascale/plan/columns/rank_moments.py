@@ -73,8 +73,7 @@ def rank_moments(
 
 def _passes(parts: RankActivations) -> list[Floats]:
     """Activations at each of `MOMENTS`."""
-    times = (parts.at_first, parts.at_between, parts.at_last)
-    most = {name: np.maximum.reduce([at_time[name] for at_time in times]) for name in PASSES}
+    most = {name: parts.at[name].max(axis=1) for name in PASSES}
     most["outside"] = most["outside"] + parts.embedding_backward
     return [*most.values(), NOTHING]
 
@@ -306,8 +305,8 @@ def _highest_activations(f: _Fsdp, parts: RankActivations) -> dict[str, Floats]:
     activations = {}
     for name in PASSES:
         in_last_pass = np.where(f.at_end, reduced.get(name, 0.0), 0.0)
-        highest = np.maximum(parts.at_between[name], parts.at_first[name]) - in_last_pass
-        activations[name] = np.maximum(parts.at_last[name], highest)
+        first, between, last = parts.at[name].transpose(1, 0, 2)
+        activations[name] = np.maximum(last, np.maximum(first, between) - in_last_pass)
     return activations
 
 

@@ -52,10 +52,6 @@ def collective_seconds(
     if isinstance(size, int) and isinstance(stride, int) and isinstance(num_bytes, int | float):
         return np.asarray(_seconds_and_line(cluster, kind, num_bytes, size, stride)[0])
     widths, sizes, strides = np.asarray(num_bytes, dtype=np.float64), np.asarray(size), np.asarray(stride)
-    if widths.size <= FEW and sizes.size == strides.size == 1 and widths.ndim >= max(sizes.ndim, strides.ndim):
-        ranks, apart = sizes.item(), strides.item()
-        seconds = [_seconds_and_line(cluster, kind, n, ranks, apart)[0] for n in widths.ravel().tolist()]
-        return np.array(seconds, dtype=np.float64).reshape(widths.shape)
     every = np.broadcast(widths, sizes, strides)
     if every.size <= FEW:  # NumPy's fixed costs would dominate
         seconds = [_seconds_and_line(cluster, kind, float(n), int(of), int(apart))[0] for n, of, apart in every]

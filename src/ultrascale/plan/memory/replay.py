@@ -359,8 +359,7 @@ def _output_bytes(model: Model, shape: Shape, parts: Mapping[int, StagePart], st
 
 def muon_matrices(model: Model, parts: Mapping[int, StagePart]) -> list[Weight]:
     """Matrices of a rank's stages that Muon updates; AdamW updates all other weights."""
-    layers = {layer for part in parts.values() for layer in part.blocks}
-    return [weight for weight in weights(model) if weight.layer in layers and is_hidden_matrix(weight)]
+    return list(filter(is_hidden_matrix, held_weights(model, parts)))
 
 
 def _batch_bytes(model: Model, layout: Layout, shape: Shape, *, documents: bool) -> int:

@@ -165,8 +165,8 @@ class StagePlayer:
         if repeats and now != before:
             snapshot = self.stage.shards.snapshot(before[0])
             repeats, changed = snapshot is not None, snapshot and (now, snapshot)
-        effect, counts = recorded.effect(), tally.since(counted)
-        self._entries[key] = PassEntry(effect, counts, result_fields, keeps, kept_input, changed) if repeats else None
+        counts = tally.since(counted)
+        self._entries[key] = PassEntry(recorded, counts, result_fields, keeps, kept_input, changed) if repeats else None
         return result
 
     def _materialize(self, micro_batch: int) -> None:

@@ -41,7 +41,7 @@ from ultrascale.work.recompute import (
     adds_bias_apart,
     recompute_in_stack,
     recomputed_ops,
-    regions,
+    regions_of,
     reruns_last,
     resent_ops,
     saved_results,
@@ -248,9 +248,7 @@ class StageReplay:
             self._run(ops, live, "activations", leaves, layer=layer, saves=False, keep=keep, kept_names=kept_names)
             self._now.tapes.append(checkpoint)
         else:
-            recomputed = (
-                () if recomputation is None else regions(ops, recomputation.modules, as_megatron=recomputation.as_megatron)
-            )
+            recomputed = regions_of(ops, recomputation)
             self._now.tapes.append(self._run(ops, live, "activations", leaves, layer=layer, recomputed=recomputed))
         self.ledger.release(block_input)
         self._offload.offload(layer, self._now.tapes[-1], block_input, self._now.shared.values())
