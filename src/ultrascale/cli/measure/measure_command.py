@@ -103,7 +103,7 @@ def command(arguments: list[str]) -> int:
     expect_startable(run)
     folder = out or RunFolder.of(run).path / "profile"
     code = _profile(run, first, last, folder)
-    if code == 0 and env_rank(os.environ) == 0:
+    if code == 0 and env_rank() == 0:
         if html is not None:
             write_document(html, step_document(_report(folder).to_json()), ["measure", *arguments])
         _show(folder, html, top=top, as_json=as_json)

@@ -66,7 +66,7 @@ def command(arguments: list[str]) -> int:
         raise mistake("--out", f"{file} is a folder", f"Name a file, such as {file / 'speed.json'}.")
     file.parent.mkdir(parents=True, exist_ok=True)
     code = _measured(run, steps, warm, file)
-    if code == 0 and env_rank(os.environ) == 0:
+    if code == 0 and env_rank() == 0:
         text = file.read_text()
         if as_json:
             print_json(jsonlib.loads(text), "measure-speed", indent=1)

@@ -47,8 +47,8 @@ class MemorySnapshot:
 
 @dataclass
 class Effect:
-    """Change of the ledger over a recording, and the peak in it; bytes relative to its start, zero entries left out. While it is
-    recorded: bytes at its start, and the absolute peak since."""
+    """Change of the ledger over a recording, and the peak in it; bytes relative to its start, zero entries left out. During
+    the recording: bytes at its start, and the absolute peak since."""
 
     total: int
     alive: dict[tuple[str, str], int]
@@ -166,7 +166,8 @@ class Ledger:
             self._note()
         finally:
             self._recorder, self._top, self._highest = None, top, highest
-        self._raise_highest(inside)
+        for category, num_bytes in inside.items():
+            highest[category] = max(highest[category], num_bytes)
         if recorder.peak_total > top:
             self._see(recorder.peak_total, recorder.peak_alive)
         recorder.total, recorder.peak_total = self.total - start, recorder.peak_total - start
@@ -231,10 +232,6 @@ class Ledger:
             self.peaks[self.step] = self._moment(total, alive)
         else:
             self._recorder.peak_total, self._recorder.peak_alive = total, alive
-
-    def _raise_highest(self, most: dict[str, int]) -> None:
-        for category, num_bytes in most.items():
-            self._highest[category] = max(self._highest[category], num_bytes)
 
 
 def _since(now: dict[Any, int], then: dict[Any, int]) -> dict[Any, int]:

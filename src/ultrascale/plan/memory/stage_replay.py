@@ -101,7 +101,6 @@ class StageReplay:
         self._joined_gradients: list[Allocation] = []
         self._halves: dict[int, tuple[Op, Op]] = {}
         self._known_drops: dict[Hashable, tuple[Any, list[list[str]]]] = {}
-        self._known_recomputation: dict[int, BlockRecompute | None] = {}
         self._known_last: dict[int, tuple[tuple[Op, ...], int, tuple[Op, ...]]] = {}
         self._offload = OffloadReplay(ledger, layout, part.blocks, part.is_first)
 
@@ -325,11 +324,7 @@ class StageReplay:
 
     def _recomputation_of(self, layer: int) -> BlockRecompute | None:
         """Operations that block `layer` recomputes."""
-        if layer not in self._known_recomputation:
-            self._known_recomputation[layer] = recompute_in_stack(
-                self.stack, self.layout.block_recompute(layer), self.model, layer, self.layout
-            )
-        return self._known_recomputation[layer]
+        return recompute_in_stack(self.stack, self.layout.block_recompute(layer), self.model, layer, self.layout)
 
     def _drops(
         self, ops: tuple[Op, ...], recomputed: Sequence[Region], inputs: tuple[str, ...], leaves: frozenset[str]
