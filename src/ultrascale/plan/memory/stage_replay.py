@@ -11,16 +11,17 @@ Without a pipeline the stage is the whole model. FSDP2's part is in `plan.memory
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import cast
 
 from ultrascale.catalogue.stacks.stack import Stack
 from ultrascale.catalogue.stacks.stack_files import STACKS
 from ultrascale.description.architecture.model import Model
 from ultrascale.description.layout import DTYPE_BYTES
 from ultrascale.description.recomputed import BlockRecompute
+from ultrascale.plan.memory.block_walk import BlockWalk, Nothing
 from ultrascale.plan.memory.gradients import (
     DeferredGradient,
     StageGradients,
@@ -29,16 +30,14 @@ from ultrascale.plan.memory.gradients import (
     weight_gradient_workspace,
 )
 from ultrascale.plan.memory.ledger import Allocation, Ledger
-from ultrascale.plan.memory.offload_replay import CheckpointedBlock, OffloadReplay, PendingRegion, Tape
-from ultrascale.plan.memory.sharding import Shards, WholeState, stays_whole
+from ultrascale.plan.memory.offload_replay import CheckpointedBlock, OffloadReplay, Tape
+from ultrascale.plan.memory.sharding import Bucket, Shards, WholeState, stays_whole
 from ultrascale.plan.memory.stage_work import StagePart, StageWork
 from ultrascale.plan.memory.tally import Tally
 from ultrascale.plan.split_backward import gathered_input_bytes, is_deferrable, is_row_sum, reads_gathered, sent_in_half
 from ultrascale.schedules.actions import Action, Kind
 from ultrascale.work.op_builders import gathered_scratch_bytes
 from ultrascale.work.recompute import (
-    Region,
-    adds_bias_apart,
     recompute_in_stack,
     recomputed_ops,
     regions_of,
@@ -58,17 +57,7 @@ class MicroBatchState:
     shared: dict[str, Allocation] = field(default_factory=dict)
 
 
-class NoShards:
-    """Stand-in for `Shards` whose every method does nothing."""
-
-    root = None
-    buckets = ()
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *args, **kwargs: None
-
-
-class StageReplay:
+class StageReplay(BlockWalk):
     """One stage's passes on the ledger, with the state between them."""
 
     def __init__(
@@ -78,11 +67,11 @@ class StageReplay:
         """`splits`: the schedule splits backward passes into I and W, so that linear layers are separate operations. `stack`:
         the trainer."""
         layout, shape, self.stack = tally.layout, tally.shape, stack
-        self.ledger, self.tally, self.model, self.layout, self.shape, self.part = ledger, tally, model, layout, shape, part
+        self.model, self.layout, self.shape, self.part = model, layout, shape, part
         self.splits = splits
         work = self.work = StageWork(model, layout, shape, part, coordinates)
         self.is_ours = stack.name == "ultrascale"
-        self.shards = (WholeState if stays_whole(stack, layout) else Shards)(
+        shards = (WholeState if stays_whole(stack, layout) else Shards)(
             ledger,
             tally,
             work.buckets,
@@ -91,17 +80,16 @@ class StageReplay:
             has_experts=model.num_experts > 0,
             stack=stack,
         )
-        self.gradients = StageGradients(ledger, work, self.shards, DTYPE_BYTES[layout.precision])
+        super().__init__(ledger, tally, shards, work.hidden_bytes)
+        self.gradients = StageGradients(ledger, work, shards, DTYPE_BYTES[layout.precision])
         self.in_flight: dict[int, MicroBatchState] = {}
         self.waiting: dict[int, list[DeferredGradient]] = {}
         self._now = MicroBatchState()
         positions = even_part(shape.local_length, layout.tp, coordinates.tp)[1]
-        self._sequence_shard_bytes = self.work.hidden_bytes * positions // shape.local_length
+        self._sequence_shard_bytes = self.hidden_bytes * positions // shape.local_length
         self._shares: dict[str, Allocation] = {}
         self._joined_gradients: list[Allocation] = []
         self._halves: dict[int, tuple[Op, Op]] = {}
-        self._known_drops: dict[Hashable, tuple[Any, list[list[str]]]] = {}
-        self._known_last: dict[int, tuple[tuple[Op, ...], int, tuple[Op, ...]]] = {}
         self._offload = OffloadReplay(ledger, layout, part.blocks, part.is_first)
 
     def state(self) -> tuple[Hashable, ...]:
@@ -112,7 +100,7 @@ class StageReplay:
     def buckets_left_alone(self) -> Iterator[None]:
         """Context in which passes gather nothing and discard their weight gradients."""
         shards, gradients = self.shards, self.gradients
-        self.shards = cast(Shards, NoShards())
+        self.shards = cast(Shards, Nothing())
         self.gradients = StageGradients(self.ledger, self.work, self.shards, gradients.itemsize)
         try:
             yield
@@ -255,114 +243,9 @@ class StageReplay:
             self.shards.after_forward(bucket)
         return live.pop("hidden_out")
 
-    def _run(
-        self,
-        ops: tuple[Op, ...],
-        live: dict[str, Allocation],
-        category: str,
-        leaves: set[str],
-        *,
-        layer: int | None = None,
-        saves: bool = True,
-        keep: dict[str, Allocation] | None = None,
-        kept: dict[str, Allocation] | None = None,
-        kept_names: Collection[str] = (),
-        recomputed: Sequence[Region] = (),
-        is_recomputation: bool = False,
-    ) -> Tape:
-        """Run operations forward. `live`: live activations, each freed after its last reader unless in `leaves`. `keep`
-        collects the results that selective recomputation keeps; `kept`: those of the first run, reused. `recomputed`: regions
-        whose results are not saved, and whose inputs are kept instead. `is_recomputation`: inside a backward pass, where FSDP2
-        frees nothing and the caller counts FLOPs and messages."""
-        tape = Tape()
-        drops = self._drops(ops, recomputed, tuple(live), frozenset(leaves))
-        for region in recomputed:
-            tape.remade |= dict.fromkeys(region.drops, PendingRegion(region))
-        ends = {region.end: region for region in recomputed}
-        read_by_kept = (
-            set() if kept is None else {name for op in ops if op.reads and op.makes[0].name in kept for name in op.reads}
-        )
-        experts, first, last = self.work.experts(layer, ops)
-        for index, op in enumerate(ops):
-            if not is_recomputation:
-                self.tally.forward(op)
-            if experts is not None and index == first:
-                self.shards.before_forward(experts)
-            keeps = keep if keep is not None and op.makes[0].name in kept_names else None
-            adds_bias = (kept is not None or keeps is not None) and adds_bias_apart(op)
-            for result in op.makes:
-                if kept is not None and result.name in kept and not adds_bias:
-                    live[result.name] = kept.pop(result.name)
-                else:  # partial sums are not recomputed if their sum is kept
-                    num_bytes = 0 if result.name in read_by_kept and op.makes_partial_sums else result.num_bytes
-                    live[result.name] = self.ledger.take(category, op.kind, num_bytes)
-                if kept is not None and result.name in kept:  # kept without bias, which is added again
-                    self.ledger.release(kept.pop(result.name))
-                if keeps is not None and not adds_bias:
-                    keeps[result.name] = live[result.name].retain()
-            if op.kind == "attention" and (parts := self.tally.partial_result_bytes(op)):
-                if keeps is not None:  # results of single ring hops are kept, and merged again
-                    keeps[f"{op.name} parts"] = self.ledger.take(category, op.kind, parts)
-                elif kept is not None and f"{op.name} parts" in kept:
-                    self.ledger.release(kept.pop(f"{op.name} parts"))
-            self.ledger.touch(category, "scratch", op.scratch_bytes)
-            if keeps is not None and adds_bias:
-                keeps[op.makes[0].name] = self.ledger.take(category, op.kind, op.makes[0].num_bytes)
-            if saves:
-                tape.entries.append((op, self._save(op, live, tape.remade) if op.saves else []))
-            if (region := ends.get(op.name)) is not None:
-                reads = {name: live[name].retain() for name in region.reads if name in live and name not in tape.remade}
-                tape.remade[next(iter(region.drops))].reads |= reads
-            for name in drops[index]:
-                self.ledger.release(live.pop(name))
-            if experts is not None and index == last:
-                if is_recomputation:  # recomputation enters FSDP2 at the experts, which it then treats as the root
-                    self.shards.end_forward()
-                else:
-                    self.shards.after_forward(experts)
-        return tape
-
     def _recomputation_of(self, layer: int) -> BlockRecompute | None:
         """Operations that block `layer` recomputes."""
         return recompute_in_stack(self.stack, self.layout.block_recompute(layer), self.model, layer, self.layout)
-
-    def _drops(
-        self, ops: tuple[Op, ...], recomputed: Sequence[Region], inputs: tuple[str, ...], leaves: frozenset[str]
-    ) -> list[list[str]]:
-        """Names to free after each operation: of `inputs` and results that no later operation reads, except `leaves`."""
-        key = id(ops), id(recomputed), inputs, leaves
-        if key not in self._known_drops:
-            last_reader, live = self._last_readers(ops, recomputed), dict.fromkeys(inputs)
-            drops = list[list[str]]()
-            for index, op in enumerate(ops):
-                live |= dict.fromkeys(result.name for result in op.makes)
-                drops.append([name for name in live if name not in leaves and last_reader.get(name, -1) <= index])
-                for name in drops[-1]:
-                    del live[name]
-            self._known_drops[key] = (ops, recomputed), drops
-        return self._known_drops[key][1]
-
-    def _last_readers(self, ops: tuple[Op, ...], recomputed: Sequence[Region]) -> dict[str, int]:
-        """Index of the last operation that reads each tensor, by name."""
-        last_reader = {name: index for index, op in enumerate(ops) for name in (*op.reads, *op.saves, *op.keeps_alive)}
-        places = {op.name: index for index, op in enumerate(ops)}
-        for region in recomputed:
-            end = places[region.end]
-            last_reader |= {name: max(end, last_reader.get(name, 0)) for name in region.reads}
-            last_reader |= {name: min(end, last_reader.get(name, end)) for name in region.hidden}  # local to the region
-        return last_reader
-
-    def _last_saving(self, ops: tuple[Op, ...]) -> tuple[int, tuple[Op, ...]]:
-        """Index of the last operation that saves a tensor, and the operations before it."""
-        if id(ops) not in self._known_last:
-            last = max(index for index, op in enumerate(ops) if op.saves)
-            self._known_last[id(ops)] = ops, last, ops[:last]
-        return self._known_last[id(ops)][1:]
-
-    def _save(self, op: Op, live: dict[str, Allocation], remade: Collection[str] = ()) -> list[Allocation]:
-        shared = self._now.shared  # the mask of a block's last operation is missing if recomputation does not run that again
-        saved = [live.get(name) or shared.get(name) for name in op.saves if name not in remade]
-        return [allocation.retain() for allocation in saved if allocation is not None]
 
     def _pop_tape(self) -> Tape:
         tape = self._now.tapes.pop()
@@ -392,69 +275,20 @@ class StageReplay:
     def _recompute(self, layer: int, checkpoint: CheckpointedBlock) -> Tape:
         """Recompute a block up to, not including, the last operation that saves a tensor: torch stops there."""
         ops = self.work.block(layer)
-        last, before = self._last_saving(ops)
         kept = None if self.layout.is_fully_recomputed(layer) else checkpoint.kept
         live = {name: allocation.retain() for name, allocation in checkpoint.reads.items()}
         if self.layout.is_fully_recomputed(layer) and self.work.cuts_input(layer):
             self.ledger.release(live["hidden"])
-            live["hidden"] = self.ledger.take("temporary", "gathered block inputs", self.work.hidden_bytes)
+            live["hidden"] = self.ledger.take("temporary", "gathered block inputs", self.hidden_bytes)
             self.tally.send("all_gather", self.layout.group("tp"), input_gather(self.model, self.shape).num_bytes)
-        tape = self._run(before, live, "temporary", set(ops[last].saves), layer=layer, kept=kept, is_recomputation=True)
         self._count_recomputation(layer, ops)
-        tape.entries += [(ops[last], self._save(ops[last], live)), *((op, []) for op in ops[last + 1 :])]
-        self.ledger.release_all(live.values())
-        return tape
+        return self._rerun(ops, live, kept, layer)
 
-    def _unwind(
-        self,
-        tape: Tape,
-        gradients: dict[str, Allocation],
-        layer: int | None,
-        deferred: list[DeferredGradient] | None,
-        action: Action | None = None,
-    ) -> None:
-        """Run the backward pass of a tape's operations, last first. `gradients`, by name: of results before the call, of inputs
-        after it."""
-        sizes = {a.name: a.num_bytes for op, _ in tape.entries for a in op.makes}
-        sizes |= dict.fromkeys(("hidden", "final", "coming"), self.work.hidden_bytes)
-        ops = tuple(op for op, _ in tape.entries)
-        experts, first, last = self.work.experts(layer, ops)
-        for index, (op, saved) in reversed(list(enumerate(tape.entries))):
-            if tape.remade and layer is not None and any(result.name in gradients for result in op.makes):
-                for name in op.saves:
-                    if name in tape.remade:
-                        self._recompute_region(tape, index, tape.remade[name], layer)
-            if experts is not None and index == last:
-                self.shards.before_backward(experts)
-            arrived = [gradients.pop(result.name) for result in op.makes if result.name in gradients]
-            if not arrived:
-                self.ledger.release_all(saved)
-                continue
-            self._backward_op(op, saved, arrived[0], gradients, sizes, layer, deferred)
-            self.ledger.release_all(arrived[1:])
-            if experts is not None and index == first:
-                assert action is not None
-                self.shards.after_backward(experts, action)
+    def _experts(self, layer: int | None, ops: Sequence[Op]) -> tuple[Bucket | None, int, int]:
+        return self.work.experts(layer, ops)
 
-    def _recompute_region(self, tape: Tape, index: int, waiting: PendingRegion, layer: int) -> None:
-        """Recompute a region of a block, for the operations of its tape up to `index` that save its results."""
-        region = waiting.region
-        for name in region.reads:
-            if name in tape.remade:
-                self._recompute_region(tape, index, tape.remade[name], layer)
-        for name in region.drops:
-            del tape.remade[name]
-        live = {name: allocation.retain() for name, allocation in waiting.reads.items()}
-        self._run(region.ops, live, "temporary", set(region.drops), layer=layer, saves=False, is_recomputation=True)
-        for op in region.ops:
-            self.tally.recompute(op)
-            if op.collectives:
-                self.tally.resend(op)
-        for op, saved in tape.entries[: index + 1]:
-            saved += [live[name].retain() for name in op.saves if name in region.drops]
-        for other in {id(entry): entry for entry in tape.remade.values()}.values():  # other regions read the results
-            other.reads |= {name: live[name].retain() for name in other.region.reads if name in region.drops}
-        self.ledger.release_all([*live.values(), *waiting.reads.values()])
+    def _shared(self) -> dict[str, Allocation]:
+        return self._now.shared
 
     def _backward_op(
         self,
@@ -468,13 +302,8 @@ class StageReplay:
     ) -> None:
         ledger, names = self.ledger, self.work.names(op.weights, layer) if op.weights else []
         joined = self.is_ours and reads_gathered(op) and not op.in_fp8  # one autograd node with the others of its input
-        if op.hands_on_saved:
-            leaving = {op.reads[0]: saved[0].retain()}
-        elif op.passes_gradient:
-            leaving = {name: arriving.retain() for name in op.reads}
-        else:
-            mine = [name for name in op.reads if not (joined and name in gradients)]  # the others are added in place
-            leaving = {name: ledger.take("temporary", "gradients of activations", sizes[name]) for name in mine}
+        own = [name for name in op.reads if not (joined and name in gradients)]  # the others are added in place
+        leaving = self._input_gradients(op, own, saved, arriving, sizes)
         scratch = op.backward_scratch_bytes
         self.tally.backward(op if deferred is None else self._of_input(op))
         if deferred is not None and is_row_sum(op):
@@ -498,7 +327,7 @@ class StageReplay:
             new = [(name, self.gradients.make(name)) for name in names]
         if joined:  # the node holds all incoming gradients until their sum is computed
             self._joined_gradients.append(arriving.retain())
-            scratch += gathered_scratch_bytes(self.shape, scratch) + self.work.hidden_bytes
+            scratch += gathered_scratch_bytes(self.shape, scratch) + self.hidden_bytes
         ledger.touch("temporary", "scratch", scratch)
         if op.kind == "gather":
             self.ledger.release_all(self._joined_gradients)
@@ -506,8 +335,7 @@ class StageReplay:
         self.ledger.release_all([arriving, *saved, *([] if share is None else [share])])
         for name, gradient in new:
             self.gradients.arrive(name, gradient)
-        for name, gradient in leaving.items():
-            gradients[name] = self._sum_gradients(gradients[name], gradient) if name in gradients else gradient
+        self._merge(gradients, leaving)
 
     def _count_recomputation(self, layer: int, ops: tuple[Op, ...]) -> None:
         """Count the FLOPs and messages of a block's recomputation."""
@@ -524,12 +352,3 @@ class StageReplay:
         if id(op) not in self._halves:
             self._halves[id(op)] = op, replace(op, collectives=sent_in_half(op, "input", self.shape))
         return self._halves[id(op)][1]
-
-    def _sum_gradients(self, existing: Allocation, gradient: Allocation) -> Allocation:
-        """Sum of two gradients: autograd adds in place, unless the existing one has another holder."""
-        if existing.holders > 1:
-            total = self.ledger.take("temporary", "gradients of activations", existing.num_bytes)
-            self.ledger.release(existing)
-            existing = total
-        self.ledger.release(gradient)
-        return existing
