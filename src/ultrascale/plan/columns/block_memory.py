@@ -242,25 +242,25 @@ class _Part(BlockWalk):
     def measure(self, recomputation: BlockRecompute | None, selective: Selective) -> Column:
         """Replay both passes; the fields of `BlockMemory`, [shapes, 4]. `selective`: what the stack keeps in selective
         recomputation if `recomputation` names no kinds."""
-        ledger, kept_names = self.ledger, frozenset[str]()
+        ledger, kept_names = cast(_Columns, self.ledger), frozenset[str]()
         recomputed = tuple(
             region._replace(ops=tuple(map(self._in_columns, region.ops)), hidden=frozenset())
             for region in regions_of(self.plain_ops, recomputation)
         )
         live = {name: ledger.take("", "", self.hidden_bytes) for name in self.inputs}
         checkpoint, keep = dict[str, Allocation](), None
-        if checkpoints := recomputation is not None and not recomputation.modules:
+        if recomputation is not None and not recomputation.modules:
             checkpoint = {name: tensor.retain() for name, tensor in live.items()}
             if not recomputation.whole:
                 keep, kept_names = {}, saved_results(self.plain_ops, recomputation, selective)
         tape = self._run(
-            self.ops, live, "", {self.result}, saves=not checkpoints, keep=keep, kept_names=kept_names, recomputed=recomputed
+            self.ops, live, "", {self.result}, saves=not checkpoint, keep=keep, kept_names=kept_names, recomputed=recomputed
         )
         forward_peak = ledger.peak
         ledger.release_all(live.values())
         saved, ledger.peak = ledger.total, 0
         gradients = {self.result: ledger.take("", "", cast(int, self.result_bytes))}
-        if checkpoints:
+        if checkpoint:
             tape = self._rerun(self.ops, {name: tensor.retain() for name, tensor in checkpoint.items()}, keep, 0)
         self._unwind(tape, gradients, 0, None)
         waiting = sum(tensor.num_bytes for tensor in self.waiting.values())

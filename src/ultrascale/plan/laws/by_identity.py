@@ -6,7 +6,9 @@ from collections.abc import Callable
 from functools import wraps
 from typing import TypeVar, TypeVarTuple
 
-First, Result, Rest = TypeVar("First"), TypeVar("Result"), TypeVarTuple("Rest")
+First = TypeVar("First")
+Result = TypeVar("Result")
+Rest = TypeVarTuple("Rest")
 MOST = 256
 """Most results that are cached; a calibration loop creates new devices all the time."""
 

@@ -1,8 +1,8 @@
 """Walk over the operations of a block, forward and backward: which tensors it holds at each moment.
 
 The rule is stated here alone. `plan.memory.stage_replay` walks with all that a rank has around a block (FSDP2, messages, weight
-gradients), `plan.columns.block_memory` with columns of bytes in place of numbers. Both are subclasses: the walk calls what differs
-(`_backward_op`, `_experts`, `_shared`) from inside.
+gradients), `plan.columns.block_memory` with columns of bytes in place of numbers. Both are subclasses, because the walk itself
+calls what differs: `_backward_op`, `_experts`, `_shared`.
 """
 
 from __future__ import annotations
