@@ -8,16 +8,35 @@ calls what differs: `_backward_op`, `_experts`, `_shared`.
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from ultrascale.plan.memory.gradients import DeferredGradient
 from ultrascale.plan.memory.ledger import Allocation, Ledger
-from ultrascale.plan.memory.offload_replay import PendingRegion, Tape
 from ultrascale.plan.memory.sharding import Bucket, Shards
 from ultrascale.plan.memory.tally import Tally
 from ultrascale.schedules.actions import Action
 from ultrascale.work.ops import Op
 from ultrascale.work.recompute import Region, adds_bias_apart
+
+
+@dataclass
+class PendingRegion:
+    """A region to recompute (`work.recompute`), with the inputs kept for that, by name."""
+
+    region: Region
+    reads: dict[str, Allocation] = field(default_factory=dict)
+
+
+@dataclass
+class Tape:
+    """Autograd's record of one forward pass: each operation with the tensors it saved."""
+
+    entries: list[tuple[Op, list[Allocation]]] = field(default_factory=list)
+    remade: dict[str, PendingRegion] = field(default_factory=dict)
+    """Saved tensors that have to be recomputed first, by name."""
+    offloaded: list[Allocation] = field(default_factory=list)
+    """Tensors offloaded to the host (`parallel.activations.offload`)."""
 
 
 class Nothing:

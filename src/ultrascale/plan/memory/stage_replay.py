@@ -19,9 +19,9 @@ from typing import cast
 from ultrascale.catalogue.stacks.stack import Stack
 from ultrascale.catalogue.stacks.stack_files import STACKS
 from ultrascale.description.architecture.model import Model
-from ultrascale.description.layout import DTYPE_BYTES
+from ultrascale.description.layout import DTYPE_BYTES, OFFLOAD_FROM_BYTES, OFFLOAD_RESIDENT
 from ultrascale.description.recomputed import BlockRecompute
-from ultrascale.plan.memory.block_walk import BlockWalk, Nothing
+from ultrascale.plan.memory.block_walk import BlockWalk, Nothing, Tape
 from ultrascale.plan.memory.gradients import (
     DeferredGradient,
     StageGradients,
@@ -30,7 +30,6 @@ from ultrascale.plan.memory.gradients import (
     weight_gradient_workspace,
 )
 from ultrascale.plan.memory.ledger import Allocation, Ledger
-from ultrascale.plan.memory.offload_replay import CheckpointedBlock, OffloadReplay, Tape
 from ultrascale.plan.memory.sharding import Bucket, Shards, WholeState, stays_whole
 from ultrascale.plan.memory.stage_work import StagePart, StageWork
 from ultrascale.plan.memory.tally import Tally
@@ -47,6 +46,17 @@ from ultrascale.work.recompute import (
 )
 from ultrascale.work.sharding.places import Coordinates, even_part
 from ultrascale.work.work import Op, input_gather, next_token_work, prediction_head_work, shared_work
+
+
+@dataclass
+class CheckpointedBlock:
+    """A recomputed block: its inputs, and the results that selective recomputation keeps."""
+
+    reads: dict[str, Allocation]
+    shared: list[Allocation]
+    """Inputs that all blocks read."""
+    kept: dict[str, Allocation]
+    offloaded: list[Allocation] = field(default_factory=list)
 
 
 @dataclass
@@ -90,7 +100,8 @@ class StageReplay(BlockWalk):
         self._shares: dict[str, Allocation] = {}
         self._joined_gradients: list[Allocation] = []
         self._halves: dict[int, tuple[Op, Op]] = {}
-        self._offload = OffloadReplay(ledger, layout, part.blocks, part.is_first)
+        self._leaving: list[list[Allocation]] = []
+        """Tensors of each block that are on their way to the host."""
 
     def state(self) -> tuple[Hashable, ...]:
         """State that the next pass depends on: the buckets, and gradients that have not reached them."""
@@ -238,10 +249,36 @@ class StageReplay(BlockWalk):
             recomputed = regions_of(ops, recomputation)
             self._now.tapes.append(self._run(ops, live, "activations", leaves, layer=layer, recomputed=recomputed))
         self.ledger.release(block_input)
-        self._offload.offload(layer, self._now.tapes[-1], block_input, self._now.shared.values())
+        self._offload(layer, self._now.tapes[-1], block_input)
         if self.work.is_last(layer):
             self.shards.after_forward(bucket)
         return live.pop("hidden_out")
+
+    def _offload(self, layer: int, tape: Tape | CheckpointedBlock, block_input: Allocation) -> None:
+        """Start to offload a block's saved tensors, and free the earlier block's on the device
+        (`parallel.activations.offload`). Tensors that all blocks read stay on the device."""
+        blocks = self.part.blocks
+        if not self.layout.offload_activations or (self.layout.pp == 1 and layer == blocks[-1]):
+            return
+        is_checkpoint = isinstance(tape, CheckpointedBlock)
+        saved = list(tape.reads.values()) if is_checkpoint else [allocation for _, some in tape.entries for allocation in some]
+        stays = {id(tensor) for tensor in self._now.shared.values()}
+        stays |= {id(block_input)} if layer == blocks[0] and not self.part.is_first else set()
+        moving = {id(tensor): tensor for tensor in saved if id(tensor) not in stays and tensor.num_bytes >= OFFLOAD_FROM_BYTES}
+        tape.offloaded = list(moving.values())
+        for allocation in tape.offloaded:
+            self.ledger.copy_to_host(allocation)
+        self._leaving.append(tape.offloaded)
+        while len(self._leaving) >= OFFLOAD_RESIDENT:
+            for allocation in self._leaving.pop(0):
+                self.ledger.leave_device(allocation)
+
+    def _prefetch(self, *tapes: Tape | CheckpointedBlock) -> None:
+        """Bring the blocks' saved tensors back to the device, and cancel offloads still in progress."""
+        for tape in tapes:
+            for allocation in tape.offloaded:
+                self.ledger.bring_back(allocation)
+            self._leaving = [offloaded for offloaded in self._leaving if offloaded is not tape.offloaded]
 
     def _recomputation_of(self, layer: int) -> BlockRecompute | None:
         """Operations that block `layer` recomputes."""
@@ -260,7 +297,7 @@ class StageReplay(BlockWalk):
         if self.work.is_last(layer):
             self.shards.before_backward(bucket)
         tape = self._now.tapes.pop()
-        self._offload.prefetch(tape, *self._now.tapes[-1:])
+        self._prefetch(tape, *self._now.tapes[-1:])
         gradients = {"hidden_out": gradient}
         if isinstance(tape, CheckpointedBlock):
             remade = self._recompute(layer, tape)
@@ -302,8 +339,8 @@ class StageReplay(BlockWalk):
     ) -> None:
         ledger, names = self.ledger, self.work.names(op.weights, layer) if op.weights else []
         joined = self.is_ours and reads_gathered(op) and not op.in_fp8  # one autograd node with the others of its input
-        own = [name for name in op.reads if not (joined and name in gradients)]  # the others are added in place
-        leaving = self._input_gradients(op, own, saved, arriving, sizes)
+        separate = [name for name in op.reads if not (joined and name in gradients)]  # the others are added in place
+        leaving = self._input_gradients(op, separate, saved, arriving, sizes)
         scratch = op.backward_scratch_bytes
         self.tally.backward(op if deferred is None else self._of_input(op))
         if deferred is not None and is_row_sum(op):
