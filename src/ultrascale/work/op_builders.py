@@ -265,12 +265,12 @@ def kept_alive_to_end(ops: tuple[Op, ...], names: tuple[str, ...]) -> tuple[Op, 
     return (*ops[:-1], replace(ops[-1], keeps_alive=(*ops[-1].keeps_alive, *names)))
 
 
-def scatter(shape: Shape, name: str, read: str, make: str, width: int) -> Op:
+def scatter(shape: Shape, name: str, read: str, make: str, width: int, *, hideable: Hideable = "product") -> Op:
     """Reduce-scatter of partial sums [tokens, width] to [outer tokens, width]."""
     whole = shape.num_tokens * width * shape.itemsize
     return Op(
         name, "exchange", (read,), (Activation(make, shape.outer_tokens * width * shape.itemsize),),
-        collectives=scatters("tp", whole, "product"),
+        collectives=scatters("tp", whole, hideable),
         scratch_bytes=exchanged_bytes(shape, whole), backward_scratch_bytes=gathered_scratch_bytes(shape, whole),
     )  # fmt: skip
 

@@ -31,10 +31,10 @@ from ultrascale.work.op_builders import (
     column_source,
     dropout,
     exchanged_bytes,
-    gathered_scratch_bytes,
     linear,
     moved,
     norm,
+    scatter,
     scatters,
     without_fp8,
 )
@@ -96,11 +96,7 @@ def embedding_work(model: Model, shape: Shape) -> tuple[Op, ...]:
            scratch_bytes=whole + 2 * exchanged_bytes(shape, whole) if sums else 0)  # summed in a copy
     ]  # fmt: skip
     if shape.shards_sequence:
-        ops.append(
-            Op("embed_scatter", "exchange", (partial,), (Activation(name, shape.outer_tokens * d * a),),
-               collectives=scatters("tp", whole),
-               scratch_bytes=exchanged_bytes(shape, whole), backward_scratch_bytes=gathered_scratch_bytes(shape, whole))
-        )  # fmt: skip
+        ops.append(scatter(shape, "embed_scatter", partial, name, d, hideable=""))
     if model.scale_embedding:
         ops.append(moved("embed_scale", "elementwise", (name,), Activation(total, shape.outer_tokens * d * a)))
     if learned:
