@@ -140,6 +140,11 @@ class Tally:
     def _count(self, known: Pass) -> None:
         self.products += known.products
         self.attention += known.attention
+        if known.messages:
+            self.send_all(known)
+
+    def send_all(self, known: Pass) -> None:
+        """Count the messages of a pass."""
         for key, count, num_bytes in known.messages:
             self.counts[key] += count
             self.sizes[key] += num_bytes
