@@ -2,13 +2,13 @@ from ultrascale.catalogue.cluster import parse_cluster
 from ultrascale.catalogue.models.model_presets import PRESETS
 from ultrascale.catalogue.stacks.stack_files import STACKS
 from ultrascale.description.layout import Layout
-from ultrascale.plan.columns.block_memory import block_memory
 from ultrascale.plan.layouts import LayoutTable
 from ultrascale.plan.time.blocks import price_blocks
 from ultrascale.plan.time.price import predict
 from ultrascale.plan.view.recomputation import recomputation_statement, recompute_tradeoffs
 from ultrascale.plan.workload import Workload
-from ultrascale.work.work import Shape
+from ultrascale.work.recompute import recompute_of_mode, saved_bytes_by_kind
+from ultrascale.work.work import Shape, block_work
 
 
 def test_selective_recomputation_of_experts_saves_less_than_full_and_costs_less():
@@ -30,12 +30,14 @@ def test_torchtitans_policy_keeps_no_grouped_product_of_experts():
     """Its list names aten.mm, attention and what came over the network; grouped products are another operator."""
     model, stack = PRESETS["mixtral-8x7b"], STACKS["torchtitan"]
     shape = Shape(1, 4096, "bf16", ep=8, kernels=stack.kernels)
-    kept, whole = (block_memory(model, 0, shape, recompute=way, stack=stack).saved_by_kind for way in ("selective", "full"))
     token = 4096 * 2  # bytes of one element of every token
+    ops, hidden = block_work(model, 0, shape), token * model.hidden_size
+    recomputed = [recompute_of_mode(way, model, 0, shape, stack) for way in ("selective", "full")]
+    kept, whole = (saved_bytes_by_kind(ops, recomputation, hidden, stack.selective) for recomputation in recomputed)
     # Its input; every second of q, k, v, o and the router; attention's result; two exchanges of two experts' tokens each.
     exchanged = 2 * 2 * model.hidden_size
     products = model.query_size + model.key_value_size + 2 * model.num_experts  # the router's are fp32
-    assert whole == {"residual": token * model.hidden_size}
+    assert whole == {"residual": hidden}
     assert kept["matmul"] == token * products
     assert kept["exchange"] == token * exchanged
 

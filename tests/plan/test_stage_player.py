@@ -49,7 +49,7 @@ def test_what_is_played_is_what_is_replayed(drawn: tuple[Model, Layout, dict[str
     model, layout, asked = drawn
     if layout.num_stages > model.num_hidden_layers:
         return
-    passes = RecordedPasses({}, {})  # what ranks before have written down
+    passes = RecordedPasses()  # what ranks before have written down
     for rank in range(0, layout.world_size, layout.world_size // layout.pp):
         plan = partial(plan_memory, model, layout, rank=rank, **asked)
         with_player = plan(passes=passes)
@@ -82,10 +82,10 @@ def deep_models(draw) -> tuple[Model, Layout, dict[str, Any]]:
 
 @given(deep_models())
 @settings(max_examples=60, deadline=None)
-def test_blocks_that_are_booked_are_as_if_replayed(drawn: tuple[Model, Layout, dict[str, Any]]) -> None:
+def test_passes_of_deep_models_are_as_if_replayed_one_by_one(drawn: tuple[Model, Layout, dict[str, Any]]) -> None:
     model, layout, asked = drawn
-    booked, one_by_one = (facts(plan_memory(model, layout, keeps_timeline=plain, **asked)) for plain in (False, True))
-    assert booked | {"timeline": []} == one_by_one | {"timeline": []}
+    played, one_by_one = (facts(plan_memory(model, layout, keeps_timeline=plain, **asked)) for plain in (False, True))
+    assert played | {"timeline": []} == one_by_one | {"timeline": []}
 
 
 def facts(plan: MemoryPlan) -> dict[str, Any]:

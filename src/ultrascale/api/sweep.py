@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
@@ -184,7 +183,7 @@ def answer(
     cell."""
     _check(options)
     expect_writable(options.html)
-    if (world := env_world_size(os.environ)) > 1:
+    if (world := env_world_size()) > 1:
         rule = f"was started {world} times, by torchrun or the like, and each would measure every cell"
         raise mistake("sweep", rule, "Start it once, with --processes; or --list, then a job for each cell.")
     grid_cells, num_duplicates = cells(options.run, axes, fixed_settings, processes=options.processes)

@@ -106,7 +106,7 @@ def run_verb(word: str, arguments: list[str]) -> int:
 def explain(error: Exception, word: str) -> int:
     """Print an error that a user can act on and return the exit code; other errors are raised again."""
     code, text = exit_code_and_text(error, word)
-    print_error(text, rank=env_rank(os.environ) if env_world_size(os.environ) > 1 and "RANK" in os.environ else None)
+    print_error(text, rank=env_rank() if env_world_size() > 1 and "RANK" in os.environ else None)
     return code
 
 

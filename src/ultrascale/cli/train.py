@@ -76,9 +76,9 @@ def command(arguments: list[str]) -> int:
     with console.redirect_stdout_to_stderr() if options.json else nullcontext():
         run, code = _train(options, settings)
         is_whole = options.island is None  # an island's command is one of several
-        if code == 0 and is_whole and env_rank(os.environ) == 0 and (folder := RunFolder.of(run)).metrics.exists():
+        if code == 0 and is_whole and env_rank() == 0 and (folder := RunFolder.of(run)).metrics.exists():
             console.print_line(f"its loss, speed and memory, drawn and in numbers: ultrascale report {quote(str(folder.path))}")
-    if options.json and env_rank(os.environ) == 0:
+    if options.json and env_rank() == 0:
         console.print_line(json_module.dumps(stamped("train", _summary(run, code))))
     return code
 
@@ -91,7 +91,7 @@ def _train(options: TrainOptions, settings: list[str]) -> tuple[Run, int]:
     if leave_by is not None and not time.time() < leave_by < float("inf"):
         rule = f"must be a second of the wall clock that is to come, is {leave_by:.0f}"
         raise mistake("--leave-by", rule, "For an hour from now: $(( $(date +%s) + 3600 )).")
-    expect_rank_environment(os.environ)
+    expect_rank_environment()
     path, settings = _fetched_run(options.run, settings)
     overrides = [*_place_flags(path, settings), *settings]
     if island is not None and processes is not None:
@@ -104,14 +104,14 @@ def _train(options: TrainOptions, settings: list[str]) -> tuple[Run, int]:
         if resolved.islands.count > 1:
             rule = "does not go with islands.count > 1: islands keep their layouts"
             raise mistake("--elastic", rule, "Leave one of the two out.")
-        world = env_world_size(os.environ) if "WORLD_SIZE" in os.environ else resolved.layout.world_size
+        world = env_world_size() if "WORLD_SIZE" in os.environ else resolved.layout.world_size
         resolved = _elastic(resolved, world if processes is None else processes)
     expect_startable(resolved)
-    if env_rank(os.environ) == 0:
+    if env_rank() == 0:
         for line in [*choices, *_weights_notes(chosen, [path, *overrides])]:
             console.print_line(line)
     expect_trackers(resolved)
-    if env_rank(os.environ) == 0:
+    if env_rank() == 0:
         expect_store(resolved)
     if resolved.layout.pp > 1:
         schedule_of(resolved.layout, num_micro_batches(resolved.layout, resolved.batch.sequences_per_batch))
@@ -157,7 +157,7 @@ def _elastic(run: Run, world: int) -> Run:
         raise mistake("--processes", f"must be at least 1, is {world}", "Start one or more.")
     gpu = this_gpu(choose_device(run.device))
     layout = elastic_layout(run, world, device=gpu.name if gpu is not None else "cpu")
-    if layout != run.layout and env_rank(os.environ) == 0:
+    if layout != run.layout and env_rank() == 0:
         axes = ("dp", "tp", "cp", "pp", "ep", "zero_stage", "micro_batch_size")
         axes_text = ", ".join(f"{axis} {getattr(layout, axis)}" for axis in axes)
         console.print_line(f"elastic: {world} processes instead of {run.layout.world_size}: {axes_text}")

@@ -62,6 +62,12 @@ DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, **dict.fromkeys(NARRO
 """Bytes of an activation element. Between narrow GEMMs activations are bf16."""
 
 
+def cp_grid(cp: int, method: CpMethod, cp_heads: int) -> tuple[int, int]:
+    """(positions in the ring, ranks at each position that exchange sequence for heads)."""
+    heads = min(cp, {"all-to-all": cp, "ring+all-to-all": cp_heads}.get(method, 1))
+    return cp // heads, heads
+
+
 @dataclass(frozen=True)
 class Layout:
     """The parallel layout of a run."""
@@ -197,8 +203,7 @@ class Layout:
     def cp_grid(self) -> tuple[int, int]:
         """(positions in the ring, ranks at each position that exchange sequence for heads); rank i of cp is at position i //
         heads."""
-        heads = min(self.cp, {"all-to-all": self.cp, "ring+all-to-all": self.cp_heads}.get(self.cp_method, 1))
-        return self.cp // heads, heads
+        return cp_grid(self.cp, self.cp_method, self.cp_heads)
 
     @property
     def expert_dp(self) -> int:

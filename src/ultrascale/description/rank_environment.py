@@ -6,6 +6,7 @@ number, would end in a traceback or make all other ranks wait, so both are repor
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 
 from ultrascale.description.problems import Problem, SpecError
@@ -14,17 +15,17 @@ REMEDY = "torchrun sets it; unset WORLD_SIZE to train in one process."
 LAST_PORT = 65535
 
 
-def env_rank(environment: Mapping[str, str]) -> int:
+def env_rank(environment: Mapping[str, str] = os.environ) -> int:
     """Rank given by `environment`; 0 if it has none."""
     return _number(environment.get("RANK", "0")) or 0
 
 
-def env_world_size(environment: Mapping[str, str]) -> int:
+def env_world_size(environment: Mapping[str, str] = os.environ) -> int:
     """Number of ranks given by `environment`; 1 if it has none."""
     return _number(environment.get("WORLD_SIZE", "1")) or 1
 
 
-def expect_rank_environment(environment: Mapping[str, str], *, with_address: bool = True) -> None:
+def expect_rank_environment(environment: Mapping[str, str] = os.environ, *, with_address: bool = True) -> None:
     """Raises SpecError for every variable that is missing or invalid. `with_address`: the rendezvous address is required
     too."""
     problems = [Problem(f"{name} (environment)", rule, REMEDY) for name, rule in _mistakes(environment, with_address)]

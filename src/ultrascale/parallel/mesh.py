@@ -140,7 +140,7 @@ def process_group(
         yield Ranks(0, 1, chosen_device, island=this_island, meeting=meeting)
         return
     timeout = timedelta(seconds=timeout_seconds)
-    store, process, _ = meet(rendezvous, env_rank(os.environ), env_world_size(os.environ), timeout)
+    store, process, _ = meet(rendezvous, env_rank(), env_world_size(), timeout)
     island, rank = this_island, process
     while apart is None and rank >= together[island]:
         rank -= together[island]
@@ -160,8 +160,8 @@ def process_group(
 
 def _world_size(rendezvous: str) -> int:
     """WORLD_SIZE from the environment. Raises SpecError if the environment lacks something that a rank needs."""
-    expect_rank_environment(os.environ, with_address=rendezvous == "env://")
-    return env_world_size(os.environ)
+    expect_rank_environment(with_address=rendezvous == "env://")
+    return env_world_size()
 
 
 class Mesh:

@@ -55,7 +55,7 @@ def expect_startable(run: Run) -> None:
     """Raise SpecError or DataError if the run's device or data are missing, or its prepared folders cannot be trained on. Runs
     before any rank starts. Stores and foreign prefixes are left to the ranks; so is everything if this process is a rank."""
     expect_ready(run)
-    if env_world_size(os.environ) > 1:
+    if env_world_size() > 1:
         return
     data = run.data
     training, *validation = (

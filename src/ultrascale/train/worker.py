@@ -62,7 +62,7 @@ def main() -> int:
         run, allow_changes=args.allow_changes, rendezvous=args.rendezvous, failure=args.failure,
         ignore_memory=args.ignore_memory, leave_by=args.leave_by, island=args.island,
     )  # fmt: skip
-    if code == 0 and args.saved is not None and env_rank(os.environ) == 0:
+    if code == 0 and args.saved is not None and env_rank() == 0:
         args.saved.touch()
     return code
 
@@ -119,7 +119,7 @@ def _or_explain(work: Callable[[], object], failure: Path | None) -> int:
             time.sleep(YIELD_SECONDS)
         if not (is_for_people(error) or has_lost_contact) or os.environ.get("ULTRASCALE_TRACEBACK") == "1":
             raise
-        rank = env_rank(os.environ)
+        rank = env_rank()
         text = str(error) if is_for_people(error) else f"lost contact with another rank: {meaning_of(error)}"
         code, message = explained(error if is_for_people(error) else text, "train")
         # Ranks mostly fail together with the same message: one of them prints it.
@@ -139,7 +139,7 @@ def _has_lost_contact(error: Exception) -> bool:
 
 def _write_cause(error: Exception) -> None:
     """Write the cause of this rank's failure where the launcher or the next attempt reads it."""
-    folder, rank = signs_folder(), env_rank(os.environ)
+    folder, rank = signs_folder(), env_rank()
     if folder is not None:
         text = (str(error).strip().splitlines() or [""])[0]
         cause = {"rank": rank, "lost_contact": _has_lost_contact(error), "text": f"{type(error).__name__}: {text}"}

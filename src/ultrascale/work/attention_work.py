@@ -20,9 +20,11 @@ from ultrascale.description.architecture.model import Model
 from ultrascale.work.op_builders import (
     ceil_div,
     column_source,
+    gathers,
     kept_alive_to_end,
     linear,
     local_source,
+    moved,
     norm,
     row_linear,
     without_fp8,
@@ -44,9 +46,9 @@ def attention_work(model: Model, layer: int, shape: Shape) -> tuple[Op, ...]:
     width = ceil_div(model.num_attention_heads, shape.tp) * model.value_head_dim
     result = "attended"
     if shape.kernels.copies_attended:
-        result, num_bytes = "attended_copy", _attended_bytes(model, shape)
-        swap_back += (Op("self_attn.copy", "elementwise", ("attended",), (Activation(result, num_bytes),),
-                    moved_bytes=2 * num_bytes, backward_moved_bytes=2 * num_bytes),)  # fmt: skip
+        result = "attended_copy"
+        copy = Activation(result, _attended_bytes(model, shape))
+        swap_back += (moved("self_attn.copy", "elementwise", ("attended",), copy),)
     is_kept = shape.kernels.attention == "flash" and not swap_back  # for the kernel's own backward pass
     rounds_again = shape.kernels.rounds_again and is_kept and shape.fp8_scaling != "delayed"
     saved, source = local_source(shape, result, width, shape.num_tokens, again=rounds_again)
@@ -104,9 +106,8 @@ def _heads(model: Model, layer: int, shape: Shape) -> tuple[tuple[Op, ...], tupl
                       collectives=source.collectives)]  # fmt: skip
         query = key = value = "qkv"
         if not shape.kernels.value_is_view and (model.qk_norm or model.uses_rotary(layer)):
-            value, moved = "v", 2 * n * kv * a
-            ops.append(Op("self_attn.v_copy", "elementwise", ("qkv",), (Activation("v", n * kv * a),), moved_bytes=moved,
-                          backward_moved_bytes=moved))  # fmt: skip
+            value = "v"
+            ops.append(moved("self_attn.v_copy", "elementwise", ("qkv",), Activation("v", n * kv * a)))
     else:
         ops = [
             linear(shape, f"self_attn.{name}_proj", source, name, d, width, bias=model.qkv_bias,
@@ -127,8 +128,8 @@ def _heads(model: Model, layer: int, shape: Shape) -> tuple[tuple[Op, ...], tupl
         query, key = "q_rotated", "k_rotated"
     if _repeats_heads(model, layer, shape) and not model.attention_sinks:
         ops += [
-            Op(f"self_attn.{x}_repeat", "elementwise", (read,), (Activation(f"{x}_repeated", n * q * a),),
-               moved_bytes=n * (q + kv) * a, backward_moved_bytes=n * (q + kv) * a)
+            moved(f"self_attn.{x}_repeat", "elementwise", (read,), Activation(f"{x}_repeated", n * q * a),
+                  moved_bytes=n * (q + kv) * a)
             for x, read in ((key, key), (value if value != key else "v", value))
         ]  # fmt: skip
         key, value = (op.makes[0].name for op in ops[-2:])
@@ -154,10 +155,10 @@ def angle_names(is_local: bool) -> tuple[str, str]:
 
 def _rotary(shape: Shape, name: str, read: str, num_bytes: int, angles: tuple[str, str]) -> Op:
     """RoPE of `read`. Unfused: halves are swapped, multiplied and added in separate kernels."""
-    moved, scratch = (2 * num_bytes, 0) if shape.kernels.rotary else (9 * num_bytes, 3 * num_bytes)
+    moves, scratch = (2 * num_bytes, 0) if shape.kernels.rotary else (9 * num_bytes, 3 * num_bytes)
     return Op(
         f"self_attn.{name}_rotary", "elementwise", (read,), (Activation(f"{name}_rotated", num_bytes),), angles,
-        scratch_bytes=scratch, backward_scratch_bytes=scratch, moved_bytes=moved, backward_moved_bytes=moved,
+        scratch_bytes=scratch, backward_scratch_bytes=scratch, moved_bytes=moves, backward_moved_bytes=moves,
     )  # fmt: skip
 
 
@@ -198,8 +199,7 @@ def _latent_heads(model: Model, layer: int, shape: Shape) -> tuple[tuple[Op, ...
            angle_names(model.is_rope_local(layer)),
            moved_bytes=2 * n * query_width * a, backward_moved_bytes=2 * n * query_width * a,
            collectives=_shared_key_traffic(shape, n * rope * a)),
-        Op("self_attn.v_copy", "elementwise", ("kv",), (Activation("v", n * value_width * a),),
-           moved_bytes=2 * n * value_width * a, backward_moved_bytes=2 * n * value_width * a),
+        moved("self_attn.v_copy", "elementwise", ("kv",), Activation("v", n * value_width * a)),
     ]  # fmt: skip
     return tuple(ops), ("q_rotated", "k", "v")
 
@@ -209,7 +209,7 @@ def _shared_key_traffic(shape: Shape, num_bytes: int) -> tuple[Collective, ...]:
     if shape.tp == 1:
         return ()
     if shape.shards_sequence:
-        return Collective("all_gather", "tp", num_bytes, "forward"), Collective("reduce_scatter", "tp", num_bytes, "backward")
+        return gathers("tp", num_bytes)
     return (Collective("all_reduce", "tp", num_bytes, "backward"),)
 
 
@@ -398,8 +398,8 @@ def _math(model: Model, layer: int, shape: Shape, names: tuple[str, str, str], a
         _, key_bytes, _ = _bytes_of_heads(model, shape)
         repeated = key_bytes * s.heads // s.key_value_heads
         ops += [
-            Op(f"self_attn.{x}_repeat", "elementwise", (read,), (Activation(f"{x}_repeated", repeated),),
-               moved_bytes=key_bytes + repeated, backward_moved_bytes=key_bytes + repeated)
+            moved(f"self_attn.{x}_repeat", "elementwise", (read,), Activation(f"{x}_repeated", repeated),
+                  moved_bytes=key_bytes + repeated)
             for x, read in (("k", key), ("v", value))
         ]  # fmt: skip
         key, value = "k_repeated", "v_repeated"
@@ -412,12 +412,10 @@ def _math(model: Model, layer: int, shape: Shape, names: tuple[str, str, str], a
     ]  # fmt: skip
     probabilities = "probabilities"
     if shape.kernels.dropout:
-        mask = Activation("probabilities_kept", elements)
-        moved = elements * (2 * a + 1)
+        dropped, mask = Activation("probabilities_dropped", elements * a), Activation("probabilities_kept", elements)
         ops.append(
-            Op("self_attn.dropout", "attention", ("probabilities",), (Activation("probabilities_dropped", elements * a), mask),
-               (mask.name,), moved_bytes=moved, backward_moved_bytes=moved)
-        )  # fmt: skip
+            moved("self_attn.dropout", "attention", ("probabilities",), dropped, mask, moved_bytes=elements * (2 * a + 1))
+        )
         probabilities = "probabilities_dropped"
     flops = 2 * elements * s.value_head_dim
     ops.append(

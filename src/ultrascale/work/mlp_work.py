@@ -19,13 +19,16 @@ from ultrascale.work.op_builders import (
     column_scales,
     column_source,
     fp8_scratch_bytes,
+    gathers,
     in_own_fp8,
     kept_alive_to_end,
     linear,
     local_source,
+    moved,
     narrow_bytes,
     row_linear,
     row_scales,
+    scatters,
 )
 from ultrascale.work.ops import Activation, Collective, Op, Product, Shape
 from ultrascale.work.sharding.places import even_part
@@ -196,8 +199,7 @@ def _route(model: Model, shape: Shape, n: int) -> list[Op]:
         Op("mlp.choose", "router", ("router_logits",), (Activation("scores", m * k * shape.wide_itemsize), *kept),
            tuple(act.name for act in kept), moved_bytes=4 * logits.num_bytes, backward_moved_bytes=4 * logits.num_bytes,
            collectives=_choices_gathered(model, shape)),
-        Op("mlp.permute", "permute", ("mlp_in",), (permuted, rows), (rows.name,), moved_bytes=2 * permuted.num_bytes,
-           backward_moved_bytes=2 * permuted.num_bytes),
+        moved("mlp.permute", "permute", ("mlp_in",), permuted, rows),
     ]  # fmt: skip
 
 
@@ -220,18 +222,15 @@ def _dispatch(shape: Shape, sent: int, received: int, gathered: int, rows: int) 
         ops.append(Op("mlp.dispatch", "exchange", (name,), (Activation("dispatched", received),), collectives=traffic))
         name = "dispatched"
     if shape.expert_tp > 1:
-        traffic = (Collective("all_gather", "expert_tp", gathered, "forward"),
-                   Collective("reduce_scatter", "expert_tp", gathered, "backward"))  # fmt: skip
-        ops.append(Op("mlp.expert_gather", "gather", (name,), (Activation("gathered", gathered),), collectives=traffic,
+        ops.append(Op("mlp.expert_gather", "gather", (name,), (Activation("gathered", gathered),),
+                      collectives=gathers("expert_tp", gathered),
                       backward_scratch_bytes=_reduction_scratch_bytes(shape, received, gathered)))  # fmt: skip
         name = "gathered"
     if not _sorts(shape):
         return ops
     # Rows from several ranks are grouped by expert, and ungrouped afterwards; the order is saved.
     order = () if name == "permuted" else (Activation("sorted_rows", rows * ROW_BYTES),)
-    ops.append(Op("mlp.sort", "permute", (name,), (Activation("expert_in", gathered), *order), tuple(o.name for o in order),
-                  moved_bytes=2 * gathered, backward_moved_bytes=2 * gathered))  # fmt: skip
-    return ops
+    return [*ops, moved("mlp.sort", "permute", (name,), Activation("expert_in", gathered), *order)]
 
 
 def _sorts(shape: Shape) -> bool:
@@ -304,13 +303,11 @@ def _combine(model: Model, shape: Shape, make: str, n: int, sent: int, gathered:
     d, a, k = model.hidden_size, shape.itemsize, model.num_experts_per_tok
     name, returned, ops = "expert_out", n * k * d * a, list[Op]()
     if _sorts(shape):
-        ops.append(Op("mlp.unsort", "permute", (name,), (Activation("expert_back", gathered),), moved_bytes=2 * gathered,
-                      backward_moved_bytes=2 * gathered))  # fmt: skip
+        ops.append(moved("mlp.unsort", "permute", (name,), Activation("expert_back", gathered)))
         name = "expert_back"
     if shape.expert_tp > 1:
-        traffic = (Collective("reduce_scatter", "expert_tp", gathered, "forward"),
-                   Collective("all_gather", "expert_tp", gathered, "backward"))  # fmt: skip
-        ops.append(Op("mlp.expert_scatter", "exchange", (name,), (Activation("expert_sum", sent),), collectives=traffic,
+        ops.append(Op("mlp.expert_scatter", "exchange", (name,), (Activation("expert_sum", sent),),
+                      collectives=scatters("expert_tp", gathered),
                       scratch_bytes=_reduction_scratch_bytes(shape, sent, gathered)))  # fmt: skip
         name = "expert_sum"
     if shape.ep > 1:

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import ceil
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from ultrascale.description.architecture.model import Model
 from ultrascale.description.layout import NARROW
-from ultrascale.work.ops import Activation, Collective, Op, Product, Shape
+from ultrascale.work.ops import Activation, Axis, Collective, Hideable, Op, OpKind, Product, Shape
 
 FP8_BYTES, FP8_MULTIPLE = 1, 16
 """Bytes per element in fp8, and the multiple to which GEMM dimensions are zero-padded on CUDA (`kernels.fp8.fp8_matrices`)."""
@@ -165,8 +165,8 @@ def local_source(
     if shape.precision in NARROW:
         narrow = Activation(f"{read}_fp8", narrow_bytes(shape, num_tokens * width))
         quotient = num_tokens * width * shape.wide_itemsize if shape.kernels.own_fp8 else 0
-        moved = num_bytes + narrow.num_bytes
-        op = Op(f"{read}.quantise", "elementwise", (), (narrow,), moved_bytes=moved, backward_moved_bytes=moved if again else 0,
+        moves = num_bytes + narrow.num_bytes
+        op = Op(f"{read}.quantise", "elementwise", (), (narrow,), moved_bytes=moves, backward_moved_bytes=moves if again else 0,
                 scratch_bytes=quotient)  # fmt: skip
         return (op,), Source(read, (read,), narrow.num_bytes) if again else Source(read, (narrow.name,), in_fp8=True)
     if cheap and shape.kernels.compiled:
@@ -212,9 +212,7 @@ def _agrees_on_scales(shape: Shape, ranks: int) -> bool:
     return shape.precision == "fp8" and ranks > 1 and shape.kernels.own_fp8 and shape.fp8_scaling != "delayed"
 
 
-def column_scales(
-    shape: Shape, axis: Literal["tp", "expert_tp"], num_tokens: int, experts: int, projections: int
-) -> tuple[Collective, ...]:
+def column_scales(shape: Shape, axis: Axis, num_tokens: int, experts: int, projections: int) -> tuple[Collective, ...]:
     """Amaxes that ranks of column-parallel fp8 GEMMs all-reduce: of sharded tensors with one scale. Those of weights gathered
     in fp8 are known already."""
     ranks = shape.tp if axis == "tp" else shape.expert_tp
@@ -227,9 +225,7 @@ def column_scales(
     return Collective("all_reduce", axis, of_inputs, "forward"), Collective("all_reduce", axis, of_grads, "backward")
 
 
-def row_scales(
-    shape: Shape, axis: Literal["tp", "expert_tp"], num_tokens: int, experts: int, rows: int
-) -> tuple[Collective, ...]:
+def row_scales(shape: Shape, axis: Axis, num_tokens: int, experts: int, rows: int) -> tuple[Collective, ...]:
     """Scales of a row-parallel GEMM: input and weight are sharded, the gradient is not. The scales of weights all-gathered in
     fp8 are known already."""
     ranks = shape.tp if axis == "tp" else shape.expert_tp
@@ -269,15 +265,12 @@ def kept_alive_to_end(ops: tuple[Op, ...], names: tuple[str, ...]) -> tuple[Op, 
     return (*ops[:-1], replace(ops[-1], keeps_alive=(*ops[-1].keeps_alive, *names)))
 
 
-def scatter(shape: Shape, name: str, read: str, make: str, width: int) -> Op:
+def scatter(shape: Shape, name: str, read: str, make: str, width: int, *, hideable: Hideable = "product") -> Op:
     """Reduce-scatter of partial sums [tokens, width] to [outer tokens, width]."""
     whole = shape.num_tokens * width * shape.itemsize
     return Op(
         name, "exchange", (read,), (Activation(make, shape.outer_tokens * width * shape.itemsize),),
-        collectives=(
-            Collective("reduce_scatter", "tp", whole, "forward", "product"),
-            Collective("all_gather", "tp", whole, "backward", "product"),
-        ),
+        collectives=scatters("tp", whole, hideable),
         scratch_bytes=exchanged_bytes(shape, whole), backward_scratch_bytes=gathered_scratch_bytes(shape, whole),
     )  # fmt: skip
 
@@ -333,6 +326,28 @@ def norm(
     )  # fmt: skip
 
 
+def moved(
+    name: str, kind: OpKind, reads: tuple[str, ...], result: Activation, *kept: Activation, moved_bytes: int | None = None
+) -> Op:  # fmt: skip
+    """An operation that only reads and writes `moved_bytes`, in either pass; None: it copies. `kept`: what it makes and saves
+    beside its result."""
+    moves = 2 * result.num_bytes if moved_bytes is None else moved_bytes
+    saves = tuple(activation.name for activation in kept)
+    return Op(name, kind, reads, (result, *kept), saves, moved_bytes=moves, backward_moved_bytes=moves)
+
+
+def gathers(axis: Axis, num_bytes: int, hideable: Hideable = "") -> tuple[Collective, Collective]:
+    """Forward all-gather of a tensor, and backward reduce-scatter of its gradient."""
+    forward = Collective("all_gather", axis, num_bytes, "forward", hideable)
+    return forward, Collective("reduce_scatter", axis, num_bytes, "backward", hideable)
+
+
+def scatters(axis: Axis, num_bytes: int, hideable: Hideable = "") -> tuple[Collective, Collective]:
+    """Forward reduce-scatter of partial sums, and backward all-gather of their gradient."""
+    forward = Collective("reduce_scatter", axis, num_bytes, "forward", hideable)
+    return forward, Collective("all_gather", axis, num_bytes, "backward", hideable)
+
+
 def add(shape: Shape, name: str, left: str, right: str, make: str, width: int, num_tokens: int) -> Op:
     """left + right. In the backward pass the gradients of the two branches are summed where they meet again."""
     num_bytes = num_tokens * width * shape.itemsize
@@ -348,12 +363,8 @@ def dropout(shape: Shape, name: str, read: str, make: str, width: int, num_token
     elements = num_tokens * width
     if not shape.kernels.dropout:
         return _hashed_dropout(shape, name, read, make, width, num_tokens)
-    kept = Activation(f"{make}_kept", elements)
-    moved = elements * (2 * shape.itemsize + 1)
-    return Op(
-        name, "elementwise", (read,), (Activation(make, elements * shape.itemsize), kept), (kept.name,),
-        moved_bytes=moved, backward_moved_bytes=moved,
-    )  # fmt: skip
+    result, mask = Activation(make, elements * shape.itemsize), Activation(f"{make}_kept", elements)
+    return moved(name, "elementwise", (read,), result, mask, moved_bytes=2 * result.num_bytes + mask.num_bytes)
 
 
 def _hashed_dropout(shape: Shape, name: str, read: str, make: str, width: int, num_tokens: int) -> Op:
@@ -361,8 +372,8 @@ def _hashed_dropout(shape: Shape, name: str, read: str, make: str, width: int, n
     result_bytes = elements * a
     # Hash words and a scratch copy, with the words of rows and columns; then the result and the mask.
     room = max(2 * elements * HASHED_BYTES + (num_tokens + width) * HASHED_BYTES, result_bytes + elements) - result_bytes
-    moved = elements * (2 * a if shape.kernels.compiled else 3 * a + HASHED_BYTES * HASH_PASSES)
+    moves = elements * (2 * a if shape.kernels.compiled else 3 * a + HASHED_BYTES * HASH_PASSES)
     return Op(
         name, "elementwise", (read,), (Activation(make, result_bytes),), scratch_bytes=room, backward_scratch_bytes=room,
-        moved_bytes=moved, backward_moved_bytes=moved,
+        moved_bytes=moves, backward_moved_bytes=moves,
     )  # fmt: skip

@@ -17,12 +17,13 @@ from typing import Literal, NamedTuple
 
 from ultrascale.catalogue.stacks.stack import Kernels
 from ultrascale.catalogue.stacks.stack_files import STACKS
-from ultrascale.description.layout import DTYPE_BYTES, Fp8Scaling, Precision
+from ultrascale.description.layout import DTYPE_BYTES, CpMethod, Fp8Scaling, Precision, cp_grid
 from ultrascale.work.sharding.places import Coordinates, even_part
 
 OpKind = Literal["matmul", "attention", "norm", "elementwise", "embedding", "loss", "gather", "exchange", "router", "permute"]
-CpMethod = Literal["ring", "all-gather", "all-to-all", "ring+all-to-all"]
 When = Literal["forward", "backward"]
+Axis = Literal["tp", "cp", "ep", "expert_tp"]
+Hideable = Literal["", "product", "attention"]
 
 
 class Product(NamedTuple):
@@ -62,11 +63,11 @@ class Collective(NamedTuple):
     """A rank's communication over one axis in one pass."""
 
     kind: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
-    axis: Literal["tp", "cp", "ep", "expert_tp"]
+    axis: Axis
     num_bytes: int
     """Bytes of the whole gathered or reduced buffer; for all_to_all, the bytes that one rank holds, including its own part."""
     when: When
-    hideable: Literal["", "product", "attention"] = ""
+    hideable: Hideable = ""
     """Computation that it can overlap with: attention for a ring of keys and values, GEMMs for Megatron's tp communication."""
     sent_share: float = 1.0
     """Bytes that a rank sends, as a mean over ranks, relative to sending the whole buffer. The rank that waits longest receives
@@ -196,9 +197,8 @@ class Shape:
 
     @property
     def cp_grid(self) -> tuple[int, int]:
-        """(places of the ring, ranks at each place that swap sequence shards for heads), as `Layout.cp_grid`."""
-        heads = min(self.cp, {"all-to-all": self.cp, "ring+all-to-all": self.cp_heads}.get(self.cp_method, 1))
-        return self.cp // heads, heads
+        """(places of the ring, ranks at each place that swap sequence shards for heads)."""
+        return cp_grid(self.cp, self.cp_method, self.cp_heads)
 
     @property
     def masks_in_kernel(self) -> bool:

@@ -201,6 +201,11 @@ def saved_bytes(ops: Sequence[Op], chosen: Sequence[Region]) -> int:
     return sum(sizes.get(name, 0) for name in dropped) - sum(sizes.get(name, 0) for name in new)
 
 
+def regions_of(ops: tuple[Op, ...], recompute: BlockRecompute | None) -> tuple[Region, ...]:
+    """Regions of a block under this recomputation; empty unless it names modules."""
+    return () if recompute is None else regions(ops, recompute.modules, as_megatron=recompute.as_megatron)
+
+
 def regions(ops: tuple[Op, ...], modules: Collection[str], *, as_megatron: bool = False) -> tuple[Region, ...]:
     """Regions of a block that are recomputed if `modules` are named; `as_megatron` as in `BlockRecompute`."""
     return _regions(ops, frozenset(modules), as_megatron) if modules else ()
@@ -327,7 +332,7 @@ def recomputed_ops(recompute: BlockRecompute | None, ops: tuple[Op, ...], *, rer
         return []
     if recompute.modules:
         assert recompute != SELECTIVE, "the model has not chosen: `resolved`"
-        return [op for region in regions(ops, recompute.modules, as_megatron=recompute.as_megatron) for op in region.ops]
+        return [op for region in regions_of(ops, recompute) for op in region.ops]
     last = max(index for index, op in enumerate(ops) if op.saves)
     run = ops[: last + (reruns_last or bool(ops[last].inside))]
     if recompute.whole:
@@ -373,7 +378,7 @@ def saved_bytes_by_kind(
         if recompute.whole:
             saved = {}
         elif recompute.modules:
-            chosen = regions(ops, recompute.modules, as_megatron=recompute.as_megatron)
+            chosen = regions_of(ops, recompute)
             dropped = {name for region in chosen for name in region.drops}
             saved |= dict.fromkeys(name for region in chosen for name in region.reads if name in makers)
             saved = {name: None for name in saved if name not in dropped}

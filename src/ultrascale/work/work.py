@@ -31,9 +31,11 @@ from ultrascale.work.op_builders import (
     column_source,
     dropout,
     exchanged_bytes,
-    gathered_scratch_bytes,
     linear,
+    moved,
     norm,
+    scatter,
+    scatters,
     without_fp8,
 )
 from ultrascale.work.ops import Activation, Collective, Op, Product, Scores, Shape
@@ -94,15 +96,9 @@ def embedding_work(model: Model, shape: Shape) -> tuple[Op, ...]:
            scratch_bytes=whole + 2 * exchanged_bytes(shape, whole) if sums else 0)  # summed in a copy
     ]  # fmt: skip
     if shape.shards_sequence:
-        traffic = (Collective("reduce_scatter", "tp", whole, "forward"), Collective("all_gather", "tp", whole, "backward"))
-        ops.append(
-            Op("embed_scatter", "exchange", (partial,), (Activation(name, shape.outer_tokens * d * a),), collectives=traffic,
-               scratch_bytes=exchanged_bytes(shape, whole), backward_scratch_bytes=gathered_scratch_bytes(shape, whole))
-        )  # fmt: skip
+        ops.append(scatter(shape, "embed_scatter", partial, name, d, hideable=""))
     if model.scale_embedding:
-        scaled = Activation(total, shape.outer_tokens * d * a)
-        ops.append(Op("embed_scale", "elementwise", (name,), (scaled,), moved_bytes=2 * scaled.num_bytes,
-                      backward_moved_bytes=2 * scaled.num_bytes))  # fmt: skip
+        ops.append(moved("embed_scale", "elementwise", (name,), Activation(total, shape.outer_tokens * d * a)))
     if learned:
         ops += _positions(model, shape, result)
     if model.dropout:
@@ -224,8 +220,7 @@ def _mtp_projection_work(model: Model, shape: Shape) -> tuple[Op, ...]:
     return (
         norm(model, shape, "enorm", "coming", "coming_in", d, d, m),
         norm(model, shape, "hnorm", "hidden", "hidden_in", d, d, m),
-        Op("join", "elementwise", ("coming_in", "hidden_in"), (joined,), moved_bytes=2 * joined.num_bytes,
-           backward_moved_bytes=2 * joined.num_bytes),
+        moved("join", "elementwise", ("coming_in", "hidden_in"), joined),
         *gather,
         project,
         *_gather_columns(shape, d),
@@ -237,10 +232,7 @@ def _gather_columns(shape: Shape, d: int) -> tuple[Op, ...]:
     if shape.tp == 1:
         return ()
     whole = shape.num_tokens * d * shape.itemsize
-    if shape.shards_sequence:
-        traffic = (Collective("reduce_scatter", "tp", whole, "forward"), Collective("all_gather", "tp", whole, "backward"))
-    else:
-        traffic = (Collective("all_reduce", "tp", whole, "forward"),)
+    traffic = scatters("tp", whole) if shape.shards_sequence else (Collective("all_reduce", "tp", whole, "forward"),)
     result = Activation("predicted", shape.outer_tokens * d * shape.itemsize)
     room = whole + exchanged_bytes(shape, whole)  # zeros around the columns
     return (Op("columns_home", "exchange", ("columns",), (result,), scratch_bytes=room, collectives=traffic),)
@@ -290,15 +282,15 @@ def _chunked_loss(model: Model, shape: Shape, head: str, read: str) -> Op:
         )
     if by_slabs:
         # Per logit: written and copied twice, log-softmax and softmax, scaled into place, read by two GEMMs.
-        moved, sums, parts = n * v * (7 * a + 7 * w), n * d, -(-v // (slab_columns(n, largest, a, shape.device) or v))
+        moves, sums, parts = n * v * (7 * a + 7 * w), n * d, -(-v // (slab_columns(n, largest, a, shape.device) or v))
     else:
         # Per logit: written, read into its wide copy, log-softmax, exponential, gradient, read by two GEMMs.
-        moved, sums, parts = n * v * (2 * a + 6 * w), v * d, -(-n // chunk_rows(n, largest, shape.device))
-    moved += parts * sums * 2 * (w + (a if a < w else 0))  # read, and written, with a narrow product between
+        moves, sums, parts = n * v * (2 * a + 6 * w), v * d, -(-n // chunk_rows(n, largest, shape.device))
+    moves += parts * sums * 2 * (w + (a if a < w else 0))  # read, and written, with a narrow product between
     return Op(
         "loss", "loss", (read,), (Activation("loss", w), *kept), tuple(k.name for k in kept), (f"{head}.weight",),
         flops=(8 if by_slabs else 6) * n * v * d, hands_on_saved=True, scratch_bytes=room, product=Product(n, v, d),
-        forward_products=2 if by_slabs else 1, moved_bytes=moved, collectives=_chunked_traffic(shape, d, largest),
+        forward_products=2 if by_slabs else 1, moved_bytes=moves, collectives=_chunked_traffic(shape, d, largest),
     )  # fmt: skip
 
 

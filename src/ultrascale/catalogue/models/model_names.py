@@ -14,24 +14,16 @@ _OWNER = re.compile(r"^.*/")
 _TUNED = re.compile(r"-(?:instruct|base|chat|it|pt|hf|preview|pretrain)(?=-|$)")
 _DATE = re.compile(r"(?<=deepseek-v3)-0324$|(?<=deepseek-r1)-0528$|(?<=deepseek-v2)-0628$|(?<=kimi-k2)-0711$|"
                    r"(?<=olmoe-1b-7b)-(?:0924|0125)$|(?<=mistral-nemo)-2407$|(?<=mistral-small-24b)-2501$")  # fmt: skip
-_JOINED = re.compile(r"\b(llama|gpt|olmo|gemma|glm|phi|smollm)-?(?=\d)")
-_APART = {
-    "llama": "llama-",
-    "gpt": "gpt-",
-    "olmo": "olmo-",
-    "gemma": "gemma-",
-    "glm": "glm-",
-    "phi": "phi-",
-    "smollm": "smollm",
-}
+_JOINED = re.compile(r"\b(llama|gpt|olmo|gemma|glm|phi)(?=\d)")
+"""Names that presets separate from the number behind them."""
 _SCALE = {"m": 1e6, "b": 1e9, "t": 1e12}
 
 
 def normal_name(text: str) -> str:
     """A name in lower case, without its owner and the suffix of fine-tuning."""
     name = re.sub(r"[\s_]+", "-", _OWNER.sub("", text.strip().lower().rstrip("/")))
-    name = re.sub(r"^meta-", "", _DATE.sub("", _TUNED.sub("", name))).replace("qwen-2.5", "qwen2.5").replace("qwen-3", "qwen3")
-    return _JOINED.sub(lambda match: _APART[match[1]], name)
+    name = re.sub(r"^meta-", "", _DATE.sub("", _TUNED.sub("", name)))
+    return _JOINED.sub(r"\1-", re.sub(r"(\bsmollm(?=-\d)|qwen(?=-2\.5|-3))-", r"\1", name))
 
 
 def parameters_in_name(text: str) -> float | None:

@@ -93,7 +93,7 @@ def command(arguments: list[str]) -> int:
     expect_startable(run)
     folder = options.out or RunFolder.of(run).path / "profile"
     code = _profile(run, first, last, folder)
-    if code == 0 and env_rank(os.environ) == 0:
+    if code == 0 and env_rank() == 0:
         if options.html is not None:
             write_document(options.html, step_document(_report(folder).to_json()), ["measure", *arguments])
         _show(folder, options.html, top=options.top, as_json=options.json)

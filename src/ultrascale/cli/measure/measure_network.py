@@ -67,11 +67,11 @@ def network(
         parse_cluster(machine)
     if out is not None and (out.is_dir() or not out.parent.is_dir()):
         raise mistake("--out", f"{out} is no file that can be written", "Name a file in a folder that is there.")
-    expect_rank_environment(os.environ)
+    expect_rank_environment()
     with scratch_folder("network") as folder:
         request["out"] = str((out or folder / "network.json").absolute())
         code = _measured(request, processes)
-        if code == 0 and env_rank(os.environ) == 0:
+        if code == 0 and env_rank() == 0:
             result = jsonlib.loads(Path(request["out"]).read_text())
             if json:
                 print_json(result, "measure-network", indent=1)

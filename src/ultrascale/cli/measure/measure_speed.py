@@ -63,7 +63,7 @@ def command(arguments: list[str]) -> int:
         raise mistake("--out", f"{file} is a folder", f"Name a file, such as {file / 'speed.json'}.")
     file.parent.mkdir(parents=True, exist_ok=True)
     code = _measured(run, options.steps, options.warm, file)
-    if code == 0 and env_rank(os.environ) == 0:
+    if code == 0 and env_rank() == 0:
         document = json.loads(file.read_text())
         if options.json:
             print_json(document, "measure-speed", indent=1)

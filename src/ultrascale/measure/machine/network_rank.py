@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -37,7 +36,7 @@ def main() -> int:
     try:
         measure(json.loads(words.asked), rendezvous=words.rendezvous)
     except (SpecError, WrongResultError, MessageTooLargeError) as error:
-        rank, (code, message) = env_rank(os.environ), explained(error, "measure network")
+        rank, (code, message) = env_rank(), explained(error, "measure network")
         if rank == 0 or not isinstance(error, SpecError):
             print_error(message, rank=rank)
         if words.failure is not None:
@@ -48,7 +47,7 @@ def main() -> int:
 
 def measure(request: dict, *, rendezvous: str = "env://") -> None:
     """Measure together with all other ranks; rank 0 writes the file `request["out"]`."""
-    world = env_world_size(os.environ)
+    world = env_world_size()
     with process_group(Layout(dp=world), device=request["device"], rendezvous=rendezvous) as ranks:
         groups = [(size, stride) for size, stride in request["groups"] or default_groups(world, ranks_per_node(ranks))]
         largest = request["largest"] or (2**30 if ranks.device.type == "cuda" else 2**24)

@@ -31,7 +31,7 @@ def rank_memories(prediction: Prediction) -> list[tuple[str, dict[str, float]]]:
 def _replayed(prediction: Prediction) -> list[tuple[str, dict[str, float]]]:
     workload, layout = prediction.workload, prediction.layout
     in_stage = layout.world_size // layout.pp
-    passes = RecordedPasses({}, {})
+    passes = RecordedPasses()
     shown = np.unique(np.linspace(0, layout.pp - 1, min(layout.pp, MOST_REPLAYED)).round().astype(int)).tolist()
     plans = {
         rank: plan_memory(

@@ -2,7 +2,7 @@
 
 footprint                     total memory, begin here; and the allocator's share
 rank_state, fp8_state         weights, gradients, optimizer state
-block_memory                  memory of one block
+block_memory                  memory of one block (by plan.memory.block_walk)
 rank_loads, rank_activations  number of blocks whose activations a rank holds; their bytes
 rank_moments                  the moments of a step at which memory can peak
 """

@@ -6,15 +6,15 @@
 
 The same allocations as in `plan.memory.replay`, which replays a whole step; here once per distinct shape, from which
 `plan.columns.footprint` builds whole ranks. A part owns its input (`hidden`), not its result. Shapes with the same operations
-that differ only in sizes are replayed together, with a column of bytes in place of each number (`block_columns`).
+that differ only in sizes are replayed together: every number of bytes is a column, [shapes].
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,10 +23,17 @@ from ultrascale.catalogue.stacks.stack import Selective, Stack
 from ultrascale.description.architecture.model import Model
 from ultrascale.description.architecture.weights import layer_weights, weights_outside_layers
 from ultrascale.description.recomputed import BlockRecompute
+from ultrascale.plan.memory.block_walk import BlockWalk, Nothing
+from ultrascale.plan.memory.gradients import DeferredGradient
+from ultrascale.plan.memory.ledger import Allocation, Ledger
+from ultrascale.plan.memory.sharding import Shards
+from ultrascale.plan.memory.tally import Tally
 from ultrascale.plan.split_backward import is_deferrable, is_row_sum
-from ultrascale.work.recompute import Region, recompute_of_mode, regions, saved_results
-from ultrascale.work.work import Op, Shape, block_work, embedding_work, head_work
+from ultrascale.work.recompute import recompute_of_mode, regions_of, saved_results
+from ultrascale.work.work import Activation, Op, Shape, block_work, embedding_work, head_work
 
+Column = NDArray[np.int64]
+"""Bytes by shape."""
 Recompute = str
 """Recomputation of one block, in the words of `description.recomputed`."""
 WeightGradients = Literal["held", "momentary", "in place"]
@@ -34,14 +41,11 @@ WeightGradients = Literal["held", "momentary", "in place"]
 gradient and freed. In place: the GEMM accumulates directly (Megatron's gradient accumulation fusion)."""
 
 
-@dataclass(frozen=True, slots=True)
-class BlockMemory:
+class BlockMemory(NamedTuple):
     """Bytes of one part. Peaks include its input and saved tensors, but nothing else that existed before."""
 
     saved_bytes: int
     """Bytes saved from the forward to the backward pass."""
-    saved_by_kind: dict[str, int]
-    """`saved_bytes` by kind of operation that produced them; `residual` is the residual stream."""
     forward_peak_bytes: int
     backward_peak_bytes: int
     """Peak of the backward pass, with the gradient of the result and, if they are held, those of the weights."""
@@ -49,40 +53,79 @@ class BlockMemory:
     """Bytes that I keeps for W, if backward passes are split."""
 
 
-@lru_cache(maxsize=1 << 12)
 def block_memory(
     model: Model, layer: int, shape: Shape, *, recompute: Recompute = "none", stack: Stack, splits: bool = False
 ) -> BlockMemory:
     """Memory of decoder block `layer`. `shape.kernels` are those of `stack`; `recompute` as in `Layout`, without every-k.
     `splits`: the backward pass is I, which keeps inputs and output gradients of linear layers for W."""
-    ops = block_work(model, layer, shape)
-    sizes = local_weights(model, layer, shape.tp, shape.ep, shape.expert_tp)
-    hidden = shape.outer_tokens * model.hidden_size * shape.itemsize
-    part = _Part(ops, {"hidden": hidden}, "hidden_out", hidden, sizes, shape.itemsize, weight_gradients(stack))
-    part.split_shape = shape if splits else None
-    memory = part.measure(recompute_of_mode(recompute, model, layer, shape, stack), stack.selective)
-    if not (shape.partition_checkpoints and recompute == "full"):
-        return memory
-    less = hidden - -(-hidden // shape.tp)
-    kinds = memory.saved_by_kind | {"residual": memory.saved_by_kind["residual"] - less}
-    return replace(memory, saved_bytes=memory.saved_bytes - less, saved_by_kind=kinds)
+    return BlockMemory(*block_columns(model, layer, [shape], recompute=recompute, stack=stack, splits=splits)[0].astype(int))
 
 
 def block_columns(
     model: Model, layer: int, shapes: Sequence[Shape], *, recompute: Recompute, stack: Stack, splits: bool
 ) -> NDArray[np.float64]:
-    """`block_memory` of many shapes, [shapes, 4]: saved bytes, forward and backward peak, and bytes kept for W."""
-    table = np.empty((len(shapes), 4))
-    alike: dict[object, list[int]] = {}
+    """Fields of `block_memory` of many shapes, [shapes, 4]."""
     works = [block_work(model, layer, shape) for shape in shapes]
-    for number, shape in enumerate(shapes):
-        recomputation = recompute_of_mode(recompute, model, layer, shape, stack)
-        key = recomputation, shape.precision, shape.partition_checkpoints and shape.tp, _moves_of(model, layer, shape)
-        alike.setdefault(key, []).append(number)
-    for (recomputation, *_), rows in alike.items():  # type: ignore[misc]
-        table[rows] = _played_together(model, layer, [shapes[row] for row in rows], [works[row] for row in rows], recomputation,
-                                       recompute, stack, splits).T  # fmt: skip
+    recomputations = [recompute_of_mode(recompute, model, layer, shape, stack) for shape in shapes]
+    keys = [
+        (recomputation, shape.precision, _moves_of(model, layer, shape))
+        for recomputation, shape in zip(recomputations, shapes, strict=True)
+    ]
+    weights = [local_weights(model, layer, shape.tp, shape.ep, shape.expert_tp) for shape in shapes]
+    hidden = _hidden_bytes(model, shapes)
+    cut = [shape.partition_checkpoints and recompute == "full" for shape in shapes]
+    not_saved = np.where(cut, hidden - -(-hidden // np.array([shape.tp for shape in shapes])), 0)
+    table = np.empty((len(shapes), 4))
+    for rows in _alike(keys):
+        part = _Part(
+            [works[row] for row in rows], ("hidden",), hidden[rows], "hidden_out", hidden[rows],
+            [weights[row] for row in rows], shapes[rows[0]].itemsize, weight_gradients(stack), splits=splits,
+        )  # fmt: skip
+        table[rows] = part.measure(recomputations[rows[0]], stack.selective)
+    table[:, 0] -= not_saved
     return table
+
+
+def head_columns(model: Model, shapes: Sequence[Shape], *, stack: Stack) -> NDArray[np.float64]:
+    """Fields of `block_memory` for the final norm, the head and its loss, [shapes, 4]."""
+    hidden = _hidden_bytes(model, shapes)
+    works = [head_work(model, shape) for shape in shapes]
+    return _outside(model, shapes, works, ("hidden",), "loss", np.zeros_like(hidden), stack)
+
+
+def embedding_columns(model: Model, shapes: Sequence[Shape], *, stack: Stack) -> NDArray[np.float64]:
+    """Fields of `block_memory` for the embedding, [shapes, 4]."""
+    works = [embedding_work(model, shape) for shape in shapes]
+    return _outside(model, shapes, works, (), "hidden", _hidden_bytes(model, shapes), stack)
+
+
+def _outside(
+    model: Model, shapes: Sequence[Shape], works: Sequence[tuple[Op, ...]], inputs: Sequence[str], result: str,
+    result_bytes: Column, stack: Stack,
+) -> NDArray[np.float64]:  # fmt: skip
+    table, hidden = np.empty((len(shapes), 4)), _hidden_bytes(model, shapes)
+    keys = [(shape.precision, tuple(map(_moves, ops))) for shape, ops in zip(shapes, works, strict=True)]
+    for rows in _alike(keys):
+        part = _Part(
+            [works[row] for row in rows], inputs, hidden[rows], result, result_bytes[rows],
+            [_outside_weights(model, shapes[row].tp) for row in rows], shapes[rows[0]].itemsize, weight_gradients(stack),
+            is_outside=True,
+        )  # fmt: skip
+        table[rows] = part.measure(None, stack.selective)
+    return table
+
+
+def _hidden_bytes(model: Model, shapes: Sequence[Shape]) -> Column:
+    """Bytes of the residual stream."""
+    return np.array([shape.outer_tokens * model.hidden_size * shape.itemsize for shape in shapes], dtype=np.int64)
+
+
+def _alike(keys: Sequence[object]) -> Iterator[list[int]]:
+    """Indices of equal keys."""
+    rows: dict[object, list[int]] = {}
+    for row, key in enumerate(keys):
+        rows.setdefault(key, []).append(row)
+    yield from rows.values()
 
 
 @lru_cache(maxsize=1 << 13)
@@ -101,54 +144,6 @@ def _moves(op: Op) -> tuple[object, ...]:
     axes = tuple((collective.axis, collective.kind) for collective in op.collectives)
     made_names = tuple(activation.name for activation in op.makes)
     return op.name, op.kind, op.reads, made_names, op.saves, op.weights, op.hands_on_saved, op.inside != (), axes, op.in_fp8
-
-
-def _played_together(
-    model: Model, layer: int, shapes: Sequence[Shape], works: Sequence[tuple[Op, ...]], recomputation: BlockRecompute | None,
-    recompute: Recompute, stack: Stack, splits: bool,
-) -> NDArray[np.int64]:  # fmt: skip
-    """Rows of `block_columns`, [4, shapes], for shapes with equal `_moves_of`."""
-    itemsize = shapes[0].itemsize
-    weights = [local_weights(model, layer, shape.tp, shape.ep, shape.expert_tp) for shape in shapes]
-    hidden = np.array([shape.outer_tokens * model.hidden_size * itemsize for shape in shapes], dtype=np.int64)
-    of_weights = {name: np.array([sizes[name] for sizes in weights], dtype=np.int64) for name in weights[0]}
-    part = _Part(works[0], {"hidden": hidden}, "hidden_out", hidden, of_weights, itemsize, weight_gradients(stack))
-    part.split_shape = shapes[0] if splits else None
-    part.results = {
-        (op.name, activation.name): np.array([ops[number].makes[place].num_bytes for ops in works], dtype=np.int64)
-        for number, op in enumerate(works[0])
-        for place, activation in enumerate(op.makes)
-    }
-    part.activation_bytes |= {name: num_bytes for (_, name), num_bytes in part.results.items()}
-    part.scratch = {op.name: (np.array([ops[number].scratch_bytes for ops in works], dtype=np.int64),
-                              np.array([ops[number].backward_scratch_bytes for ops in works], dtype=np.int64))
-                    for number, op in enumerate(works[0])}  # fmt: skip
-    memory = part.measure(recomputation, stack.selective)
-    saved = memory.saved_bytes
-    if shapes[0].partition_checkpoints and recompute == "full":
-        saved = saved - (hidden - -(-hidden // shapes[0].tp))
-    columns = (saved, memory.forward_peak_bytes, memory.backward_peak_bytes, memory.waiting_bytes)
-    return np.stack([np.broadcast_to(column, len(shapes)) for column in columns])
-
-
-@lru_cache(maxsize=1 << 14)
-def head_memory(model: Model, shape: Shape, *, stack: Stack) -> BlockMemory:
-    """Memory of the final norm, the head and its loss."""
-    hidden = shape.outer_tokens * model.hidden_size * shape.itemsize
-    sizes = _outside_weights(model, shape.tp)
-    part = _Part(head_work(model, shape), {"hidden": hidden}, "loss", 0, sizes, shape.itemsize, weight_gradients(stack),
-                 is_outside=True)  # fmt: skip
-    return part.measure(None, stack.selective)
-
-
-@lru_cache(maxsize=1 << 14)
-def embedding_memory(model: Model, shape: Shape, *, stack: Stack) -> BlockMemory:
-    """Memory of the embedding."""
-    hidden = shape.outer_tokens * model.hidden_size * shape.itemsize
-    sizes = _outside_weights(model, shape.tp)
-    ops = embedding_work(model, shape)
-    part = _Part(ops, {}, "hidden", hidden, sizes, shape.itemsize, weight_gradients(stack), is_outside=True)
-    return part.measure(None, stack.selective)
 
 
 def weight_gradients(stack: Stack) -> WeightGradients:
@@ -181,333 +176,136 @@ def _outside_weights(model: Model, tp: int) -> dict[str, int]:
     return {w.name: w.local_numel(tp=tp) for w in weights_outside_layers(model)}
 
 
-class _Ledger:
-    """Live bytes by name, with their number of holders, and the peak total."""
+class _Columns(Ledger):
+    """Total of live bytes of every shape, and its peak; no categories."""
 
-    __slots__ = ("holders", "peak", "sizes", "total")
+    peak: Any = 0
 
-    def __init__(self, inputs: Mapping[str, Any]) -> None:
-        self.total: Any = 0
-        self.peak: Any = 0
-        self.sizes: dict[str, Any] = {}
-        self.holders: dict[str, int] = {}
-        for name, num_bytes in inputs.items():
-            self.take(name, num_bytes)
-
-    def take(self, name: str, num_bytes: int) -> None:
-        self.sizes[name], self.holders[name] = num_bytes, 1
-        self.total += num_bytes
-        if self.total > self.peak:
-            self.peak = self.total
-
-    def retain(self, name: str) -> None:
-        self.holders[name] += 1
-
-    def release(self, name: str) -> None:
-        holders = self.holders[name] - 1
-        self.holders[name] = holders
-        if not holders:
-            self.total -= self.sizes.pop(name)
-            del self.holders[name]
-
-    def touch(self, num_bytes: int) -> None:
-        if self.total + num_bytes > self.peak:
-            self.peak = self.total + num_bytes
-
-
-class _LedgerColumns(_Ledger):
-    """`_Ledger` of many shapes at once, with columns of bytes."""
-
-    __slots__ = ()
-
-    def take(self, name: str, num_bytes: Any) -> None:
-        self.sizes[name], self.holders[name] = num_bytes, 1
+    def take(self, category: str, label: str, num_bytes: Any) -> Allocation:
         self.total = self.total + num_bytes
         self.peak = np.maximum(self.peak, self.total)
+        return Allocation(category, label, num_bytes)
 
-    def release(self, name: str) -> None:
-        holders = self.holders[name] - 1
-        self.holders[name] = holders
-        if not holders:
-            self.total = self.total - self.sizes.pop(name)
-            del self.holders[name]
-
-    def touch(self, num_bytes: Any) -> None:
+    def touch(self, category: str, label: str, num_bytes: Any) -> None:
         self.peak = np.maximum(self.peak, self.total + num_bytes)
 
+    def _free(self, allocation: Allocation) -> None:
+        self.total = self.total - allocation.num_bytes
 
-class _Part:
-    """A part's operations, with the replay of its passes."""
+
+class _Part(BlockWalk):
+    """A part's operations, with the replay of its passes. Local variables, biases added apart and parts of ring attention are
+    not counted, which `plan.memory.stage_replay` does."""
 
     def __init__(
         self,
-        ops: tuple[Op, ...],
-        inputs: dict[str, Any],
+        works: Sequence[tuple[Op, ...]],
+        inputs: Sequence[str],
+        hidden: Column,
         result: str,
-        result_bytes: Any,
-        weights: dict[str, Any],
+        result_bytes: Column,
+        weights: Sequence[Mapping[str, int]],
         itemsize: int,
         gradients: WeightGradients,
         *,
         is_outside: bool = False,
+        splits: bool = False,
     ):
-        """Sizes are bytes, or columns of bytes."""
-        self.ops, self.inputs, self.result, self.result_bytes = ops, inputs, result, result_bytes
-        self.weights, self.itemsize, self.gradients, self.is_outside = weights, itemsize, gradients, is_outside
-        self.split_shape: Shape | None = None
-        self.waiting: dict[str, None] = {}
-        """Names kept for W."""
-        self.activation_bytes: dict[str, Any] = inputs | {
-            activation.name: activation.num_bytes for op in ops for activation in op.makes
-        }
-        self.results: dict[tuple[str, str], Any] = {
-            (op.name, activation.name): activation.num_bytes for op in ops for activation in op.makes
-        }
-        """Sizes by (operation, name): eager attention and a router both produce `scores`."""
-        self.scratch: dict[str, tuple[Any, Any]] = {op.name: (op.scratch_bytes, op.backward_scratch_bytes) for op in ops}
-        """Forward and backward scratch bytes, by name of the operation."""
-        self.ledger = (_Ledger if isinstance(result_bytes, int) else _LedgerColumns)(inputs)
-        self._borrowed: dict[int, list[str]] = {}
-        """For each region, its inputs that other regions have recomputed."""
+        """`works`, `weights`: operations, and elements of each weight, of every shape. `inputs`: as large as `hidden`."""
+        super().__init__(_Columns(), cast(Tally, Nothing()), cast(Shards, Nothing()), cast(int, hidden))
+        self.plain_ops, self.inputs, self.result, self.result_bytes = works[0], inputs, result, result_bytes
+        self.itemsize, self.gradients, self.is_outside, self.splits = itemsize, gradients, is_outside, splits
+        self.waiting: dict[int, Allocation] = {}
+        """Tensors kept for W, by identity."""
+        self._columns: dict[str, tuple[Any, ...]] = {}
+        """Bytes of an operation's results by name, its scratch bytes forward and backward; by name of the operation."""
+        self.weights: dict[str, Column] = {}
+        """Bytes of each operation's weights, by its name."""
+        for same in zip(*works, strict=True):
+            name, names = same[0].name, [activation.name for activation in same[0].makes]
+            made = np.array([[activation.num_bytes for activation in op.makes] for op in same], dtype=np.int64)
+            scratch = np.array([(op.scratch_bytes, op.backward_scratch_bytes) for op in same], dtype=np.int64)
+            self._columns[name] = dict(zip(names, made.T, strict=True)), *scratch.T
+            if same[0].weights:
+                sizes = [sum(elements[weight] for weight in same[0].weights) for elements in weights]
+                self.weights[name] = np.array(sizes, dtype=np.int64) * itemsize
+        self.ops = tuple(map(self._in_columns, works[0]))
 
-    def measure(self, recomputation: BlockRecompute | None, selective: Selective) -> BlockMemory:
-        """Replay both passes. `selective`: what the stack keeps in selective recomputation if `recomputation` names no
-        kinds."""
-        recomputed = (
-            () if recomputation is None else regions(self.ops, recomputation.modules, as_megatron=recomputation.as_megatron)
-        )
-        checkpoints = recomputation is not None and not recomputation.modules
-        kept = (
-            frozenset[str]()
-            if recomputation is None or recomputation.whole or not checkpoints
-            else saved_results(self.ops, recomputation, selective)
-        )
-        if checkpoints:
-            self._retain_inputs()
-        tape = self._forward(self.ops, saves=not checkpoints, keep=kept, recomputed=recomputed)
-        forward_peak = self.ledger.peak
-        saved = {name: n for name, n in self.ledger.sizes.items() if name != self.result}
-        if self.result in self.ledger.sizes:
-            self.ledger.release(self.result)
-        self.ledger.peak = 0
-        self.ledger.take(f"d {self.result}", self.result_bytes)
-        if checkpoints:
-            tape = self._recompute(kept)
-        self._backward(tape, recomputed)
-        return BlockMemory(
-            sum(saved.values()),
-            self._by_kind(saved),
-            forward_peak,
-            self.ledger.peak,
-            sum(self.ledger.sizes[name] for name in self.waiting),
-        )
+    def _in_columns(self, op: Op) -> Op:
+        """`op` with columns in place of numbers of bytes."""
+        results, scratch, backward_scratch = self._columns[op.name]
+        return replace(
+            op, makes=tuple(Activation(name, results[name]) for name, _ in op.makes), weights=(), keeps_alive=(),
+            scratch_bytes=scratch, backward_scratch_bytes=backward_scratch,
+        )  # fmt: skip
 
-    def _retain_inputs(self) -> None:
-        for name in self.inputs:
-            self.ledger.retain(name)
+    def measure(self, recomputation: BlockRecompute | None, selective: Selective) -> Column:
+        """Replay both passes; the fields of `BlockMemory`, [shapes, 4]. `selective`: what the stack keeps in selective
+        recomputation if `recomputation` names no kinds."""
+        ledger, kept_names = cast(_Columns, self.ledger), frozenset[str]()
+        recomputed = tuple(
+            region._replace(ops=tuple(map(self._in_columns, region.ops)), hidden=frozenset())
+            for region in regions_of(self.plain_ops, recomputation)
+        )
+        live = {name: ledger.take("", "", self.hidden_bytes) for name in self.inputs}
+        checkpoint, keep = dict[str, Allocation](), None
+        if recomputation is not None and not recomputation.modules:
+            checkpoint = {name: tensor.retain() for name, tensor in live.items()}
+            if not recomputation.whole:
+                keep, kept_names = {}, saved_results(self.plain_ops, recomputation, selective)
+        tape = self._run(
+            self.ops, live, "", {self.result}, saves=not checkpoint, keep=keep, kept_names=kept_names, recomputed=recomputed
+        )
+        forward_peak = ledger.peak
+        ledger.release_all(live.values())
+        saved, ledger.peak = ledger.total, 0
+        gradients = {self.result: ledger.take("", "", cast(int, self.result_bytes))}
+        if checkpoint:
+            tape = self._rerun(self.ops, {name: tensor.retain() for name, tensor in checkpoint.items()}, keep, 0)
+        self._unwind(tape, gradients, 0, None)
+        waiting = sum(tensor.num_bytes for tensor in self.waiting.values())
+        columns = (saved, forward_peak, ledger.peak, waiting)
+        return np.stack([np.broadcast_to(column, self.result_bytes.shape) for column in columns], axis=1)
 
-    def _forward(
+    def _backward_op(
         self,
-        ops: tuple[Op, ...],
-        *,
-        saves: bool,
-        keep: Collection[str] = (),
-        recomputed: Sequence[Region] = (),
-        kept: Collection[str] = (),
-        leaves: Collection[str] | None = None,
-    ) -> list[tuple[Op, list[str]]]:
-        """Run forward. `keep`: results to hold; `kept`: those of the first run, reused; `recomputed`: regions whose inputs are
-        saved instead of their results."""
-        ledger = self.ledger
-        leaves = (self.result,) if leaves is None else leaves
-        last_reader = {name: index for index, op in enumerate(ops) for name in (*op.reads, *op.saves)}
-        live = set(self.inputs)
-        read_by_kept = {name for op in ops if kept and op.makes[0].name in kept for name in op.reads}
-        remade = frozenset(name for region in recomputed for name in region.drops)
-        tape: list[tuple[Op, list[str]]] = []
-        if recomputed:
-            places = {op.name: index for index, op in enumerate(ops)}
-            for region in recomputed:
-                end = places[region.end]
-                last_reader |= {name: max(end, last_reader.get(name, 0)) for name in region.reads}
-        for index, op in enumerate(ops):
-            for activation in op.makes:
-                if activation.name not in kept:  # partial sums are not recomputed if their sum is kept
-                    ledger.take(
-                        activation.name,
-                        0
-                        if op.makes_partial_sums and activation.name in read_by_kept
-                        else self.results[op.name, activation.name],
-                    )
-                live.add(activation.name)
-                if activation.name in keep:
-                    ledger.retain(activation.name)
-            ledger.touch(self.scratch[op.name][0])
-            if saves:
-                tape.append((op, self._save(op, remade)))
-            for region in recomputed:
-                if op.name == region.end:
-                    self._retain([name for name in region.reads if name not in remade])
-            unread = [name for name in live if name not in leaves and last_reader.get(name, -1) <= index]
-            for name in unread:
-                live.remove(name)
-                ledger.release(name)
-        return tape
-
-    def _save(self, op: Op, remade: Collection[str]) -> list[str]:
-        """Hold the tensors that `op` saves, without those shared by all blocks."""
-        return self._retain([name for name in op.saves if name not in remade])
-
-    def _retain(self, names: Iterable[str]) -> list[str]:
-        held = [name for name in names if name in self.ledger.sizes]
-        for name in held:
-            self.ledger.retain(name)
-        return held
-
-    def _recompute(self, kept: frozenset[str]) -> list[tuple[Op, list[str]]]:
-        """Recompute up to the last operation that saves a tensor, as torch does."""
-        last = max((index for index, op in enumerate(self.ops) if op.saves), default=0)
-        self._retain_inputs()
-        leaves = set(self.ops[last].saves)
-        tape = self._forward(self.ops[:last], saves=True, kept=kept, leaves=leaves)
-        final = self.ops[last]
-        tape.append((final, self._save(final, ())))
-        for name in leaves:
-            if name in self.ledger.sizes:
-                self.ledger.release(name)
-        return [*tape, *((op, []) for op in self.ops[last + 1 :])]
-
-    def _backward(self, tape: list[tuple[Op, list[str]]], recomputed: Sequence[Region]) -> None:
-        ledger, gradients = self.ledger, {self.result: f"d {self.result}"}
-        pending = {name: region for region in recomputed for name in region.drops}
-        dropped = frozenset(pending)
-        while tape:
-            op, saved = tape[-1]
-            for name in op.saves:
-                if name in pending:
-                    self._recompute_region(pending[name], tape, pending, dropped)
-            tape.pop()
-            arriving = list(
-                dict.fromkeys(gradients.pop(activation.name) for activation in op.makes if activation.name in gradients)
-            )
-            leaving: dict[str, str] = {}
-            if arriving or op.hands_on_saved:
-                leaving = self._backward_op(op, saved, arriving)
-            for name in (*arriving, *saved):
-                ledger.release(name)
-            for name, gradient in leaving.items():
-                gradients[name] = self._sum_gradients(gradients[name], gradient) if name in gradients else gradient
-
-    def _recompute_region(
-        self, region: Region, tape: list[tuple[Op, list[str]]], pending: dict[str, Region], dropped: frozenset[str]
+        op: Op,
+        saved: list[Allocation],
+        arriving: Allocation,
+        gradients: dict[str, Allocation],
+        sizes: dict[str, int],
+        layer: int | None,
+        deferred: list[DeferredGradient] | None,
     ) -> None:
-        """Recompute a region; its results are held by the operations on the tape that save them. `pending`: the results not
-        yet recomputed, of all `dropped`."""
-        ledger = self.ledger
-        for name in region.reads:
-            if name in pending:
-                self._recompute_region(pending[name], tape, pending, dropped)
-        borrowed = self._retain([name for name in region.reads if name in dropped])
-        for name in region.drops:
-            pending.pop(name, None)
-        last = {name: index for index, op in enumerate(region.ops) for name in (*op.reads, *op.saves)}
-        passing: list[str] = []
-        for index, op in enumerate(region.ops):
-            for activation in op.makes:
-                ledger.take(
-                    activation.name if activation.name in region.drops else f"{activation.name} again",
-                    self.results[op.name, activation.name],
-                )
-            passing += [activation.name for activation in op.makes if activation.name not in region.drops]
-            ledger.touch(self.scratch[op.name][0])
-            for name in [transient for transient in passing if last.get(transient, -1) <= index]:
-                passing.remove(name)
-                ledger.release(f"{name} again")
-        for op, saved in tape:
-            names = [name for name in op.saves if name in region.drops]
-            saved += self._retain(names)
-        for later_region in dict.fromkeys(pending.values()):  # later regions read the results
-            other_reads = [name for name in later_region.reads if name in region.drops]
-            self._borrowed.setdefault(id(later_region), []).extend(self._retain(other_reads))
-        for name in region.drops:
-            ledger.release(name)
-        for name in (*borrowed, *self._borrowed.pop(id(region), ()), *(read for read in region.reads if read not in dropped)):
-            if name in ledger.sizes:
-                ledger.release(name)
-
-    def _sum_gradients(self, existing: str, gradient: str) -> str:
-        """Sum of two gradients: autograd adds in place, unless the existing one is kept for W."""
-        total = existing
-        if self.ledger.holders[existing] > 1:
-            total = f"{existing} + {gradient}"
-            self.ledger.take(total, self.ledger.sizes[existing])
-            self.ledger.release(existing)
-        self.ledger.release(gradient)
-        return total
-
-    def _backward_op(self, op: Op, saved: list[str], arriving: list[str]) -> dict[str, str]:
-        """Backward pass of `op`. Returns the gradients of its inputs."""
-        ledger = self.ledger
-        leaving: dict[str, str] = {}
-        for name in op.reads:
-            if op.hands_on_saved:
-                leaving[name] = saved[0]
-                ledger.retain(saved[0])
-            elif op.passes_gradient:
-                leaving[name] = arriving[0]
-                ledger.retain(arriving[0])
-            else:
-                leaving[name] = f"d {name} of {op.name}"
-                ledger.take(leaving[name], self.activation_bytes[name])
-        if self.split_shape is not None and is_deferrable(op):
-            self._defer_weight_gradient(op, saved, arriving[0], self.split_shape)
+        leaving = self._input_gradients(op, op.reads, saved, arriving, sizes)
+        if self.splits and is_deferrable(op):
+            self._defer_weight_gradient(op, saved, arriving)
         else:
             self._make_weight_gradients(op, saved)
-            ledger.touch(self.scratch[op.name][1])
-        return leaving
+            self.ledger.touch("", "", op.backward_scratch_bytes)
+        self.ledger.release_all([arriving, *saved])
+        self._merge(gradients, leaving)
 
-    def _defer_weight_gradient(self, op: Op, saved: list[str], arriving: str, shape: Shape) -> None:
+    def _defer_weight_gradient(self, op: Op, saved: list[Allocation], arriving: Allocation) -> None:
         """Keep a linear layer's input and output gradient for W: this rank's positions of a row-parallel layer's, rounded in
         fp8."""
-        held = [arriving, *saved[:1]]
-        part = next(
-            (
-                self.activation_bytes[consumer.makes[0].name]
-                for consumer in self.ops
-                if is_row_sum(consumer) and consumer.reads[0] == op.makes[0].name
-            ),
-            None,
-        )
+        part = next((c.makes[0].num_bytes for c in self.ops if is_row_sum(c) and c.reads[0] == op.makes[0].name), None)
+        gradient = arriving.retain()
         if part is not None or op.in_fp8:
-            held[0] = f"d {op.makes[0].name} for W"
-            whole = self.ledger.sizes[arriving] if part is None else part
-            self.ledger.take(held[0], whole // (shape.itemsize if op.in_fp8 else 1))
-            self.ledger.holders[held[0]] = 0
-        for name in held:
-            if name not in self.waiting:
-                self.waiting[name] = None
-                self.ledger.retain(name)
+            whole = arriving.num_bytes if part is None else part
+            self.ledger.release(gradient)
+            gradient = self.ledger.take("", "", whole // (self.itemsize if op.in_fp8 else 1))
+        for tensor in (gradient, *(tensor.retain() for tensor in saved[:1])):
+            if self.waiting.setdefault(id(tensor), tensor) is not tensor:
+                self.ledger.release(tensor)
 
-    def _make_weight_gradients(self, op: Op, saved: list[str]) -> None:
-        if not op.weights or (self.gradients == "in place" and not self.is_outside):
+    def _make_weight_gradients(self, op: Op, saved: list[Allocation]) -> None:
+        if op.name not in self.weights or (self.gradients == "in place" and not self.is_outside):
             return
-        if op.hands_on_saved:
-            if self.gradients == "held":
-                self.ledger.retain(saved[1])
-            return
-        num_bytes = self._weight_bytes(op.weights)
-        if self.gradients == "held":
-            self.ledger.take(f"weights of {op.name}", num_bytes)
+        if self.gradients != "held":
+            if not op.hands_on_saved:
+                self.ledger.touch("", "", cast(int, self.weights[op.name]))
+        elif op.hands_on_saved:
+            saved[1].retain()
         else:
-            self.ledger.touch(num_bytes)
-
-    def _weight_bytes(self, names: Iterable[str]) -> int:
-        return sum(self.weights.get(name, 0) for name in names) * self.itemsize
-
-    def _by_kind(self, saved: dict[str, int]) -> dict[str, int]:
-        kinds = {activation.name: op.kind for op in self.ops for activation in op.makes}
-        bytes_by_kind: dict[str, int] = {}
-        for name, num_bytes in saved.items():
-            kind = "residual" if name in self.inputs or name == "hidden_mid" else kinds[name]
-            bytes_by_kind[kind] = bytes_by_kind.get(kind, 0) + num_bytes
-        return bytes_by_kind
+            self.ledger.take("", "", cast(int, self.weights[op.name]))

@@ -22,8 +22,7 @@ outside     CUDA's context and modules, NCCL's buffers of each communicator, cuB
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,7 +30,7 @@ from numpy.typing import NDArray
 from ultrascale.description.layout import Layout
 from ultrascale.plan.columns.fp8_state import fp8_bytes
 from ultrascale.plan.columns.rank_activations import rank_activations
-from ultrascale.plan.columns.rank_moments import MOMENTS, NOTHING, Moment, aside_bytes, late_bytes, rank_moments
+from ultrascale.plan.columns.rank_moments import MOMENTS, aside_bytes, late_bytes, rank_moments
 from ultrascale.plan.columns.rank_state import rank_state
 from ultrascale.plan.layouts import LayoutTable
 from ultrascale.plan.time.stages import Stages, partition_stages
@@ -42,8 +41,6 @@ Floats = NDArray[np.float64]
 CATEGORIES = ("weights", "gathered", "gradients", "optimizer", "activations", "buffers")
 INDEX_BYTES = 8
 """Bytes of a token or a target: int64."""
-FEW = 64
-"""Number of layouts up to which columns of bytes are cached: for more, memory matters more than time."""
 MARGIN = 0.10
 """Headroom as a fraction of the device's memory, beyond the needed bytes. docs/memory-model.md says how many published runs
 this classifies correctly."""
@@ -100,16 +97,8 @@ class Footprint:
 
     def row(self, index: int) -> Footprint:
         """Footprint of one layout."""
-        return Footprint(
-            {name: column[index] for name, column in self.categories.items()},
-            self.allocated[index],
-            self.reserved[index],
-            self.outside[index],
-            self.capacity[index],
-            self.by_rank[:, index],
-            self.worst_rank[index],
-            self.moment[index],
-        )
+        others = [getattr(self, column.name)[..., index] for column in fields(self) if column.name != "categories"]
+        return Footprint({name: column[index] for name, column in self.categories.items()}, *others)
 
     @property
     def phase(self) -> str:
@@ -134,12 +123,8 @@ def stage_memory(
     always = state.weights + state.optimizer + kept_beside
     shape = (3, len(table))
 
-    known = _all_columns(moments, shape) if len(table) <= FEW else {}
-
     def columns(name: str) -> Floats:
         """[moments, 3, layouts]"""
-        if name in known:
-            return known[name]
         values = np.empty((len(moments), *shape))
         for row, source in zip(values, moments, strict=True):
             row[:] = getattr(source, name)
@@ -174,16 +159,6 @@ def stage_memory(
     capacity = np.full(len(table), workload.cluster.accelerator.memory_bytes.value)
     reserved = reserved_bytes(pooled, joins_segments=workload.stack.joins_segments)
     return Footprint(categories, allocated, reserved, outside_bytes(table), capacity, by_rank, worst, when)
-
-
-def _all_columns(moments: Sequence[Moment], shape: tuple[int, int]) -> dict[str, Floats]:
-    """Every field of `moments`, [moments, 3, layouts], in one array."""
-    columns = np.zeros((len(Moment._fields), len(moments), *shape))
-    for number, moment in enumerate(moments):
-        for field, value in enumerate(moment):
-            if value is not NOTHING:
-                columns[field, number] = value
-    return dict(zip(Moment._fields, columns, strict=True))
 
 
 def _batch_bytes(workload: Workload, table: LayoutTable) -> Floats:

@@ -9,9 +9,9 @@ activations   counts times bytes; the maximum over all passes of a kind
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,12 +21,11 @@ from ultrascale.description.architecture.model import Model
 from ultrascale.description.layout import OFFLOAD_RESIDENT, Layout
 from ultrascale.description.schedules import SCHEDULES
 from ultrascale.plan.columns.block_memory import (
-    BlockMemory,
     Recompute,
     block_columns,
     dummy_gradient_bytes,
-    embedding_memory,
-    head_memory,
+    embedding_columns,
+    head_columns,
 )
 from ultrascale.plan.columns.rank_loads import (
     BY_TYPE,
@@ -58,11 +57,8 @@ ALL_FORWARD = by_schedule(lambda schedule: schedule.forward_first)
 class RankActivations:
     """Bytes, [3, layouts] or broadcastable to it: the first, a middle and the last rank of the pipeline."""
 
-    at_first: dict[str, Floats]
-    """Bytes at each of `plan.columns.rank_loads.PASSES`, one field for each of `WHEN`; minus infinity where a rank has no such
-    moment."""
-    at_between: dict[str, Floats]
-    at_last: dict[str, Floats]
+    at: dict[str, Floats]
+    """Bytes at each of `plan.columns.rank_loads.PASSES`, [3, WHEN, layouts]; minus infinity where a rank has no such moment."""
     pending: dict[str, Floats]
     """Fraction of the rank's stages whose gradients from I wait for W at that moment."""
     bare_head: NDArray[np.bool_]
@@ -102,8 +98,10 @@ def rank_activations(
     sums = np.zeros((3, 2, len(table))) if sums is None else sums
     model, stack = workload.model, workload.stack
     shapes, shape_of = distinct_shapes(workload, table)
-    head = _parts([head_memory(model, shape, stack=stack) for shape in shapes])[:, shape_of]
-    embedding = _parts([embedding_memory(model, shape, stack=stack) for shape in shapes])[:, shape_of]
+    head, embedding = (
+        np.stack(_cached(workload, part, shapes, partial(columns, model, stack=stack)))[shape_of].T
+        for part, columns in (("head", head_columns), ("embedding", embedding_columns))
+    )
     hidden = np.array([s.outer_tokens * model.hidden_size * s.itemsize for s in shapes], dtype=float)[shape_of]
     heads = model.num_nextn_predict_layers
     splits = (table.pp > 1) & (SPLITS_BACKWARD[table.schedule] | (schedule is not None))
@@ -162,10 +160,7 @@ def rank_activations(
         )
         always += np.where(offloads, resident, 0.0)
     return RankActivations(
-        **{
-            f"at_{when}": {name: most[:, row, number] + more[name] + always for number, name in enumerate(PASSES)}
-            for row, when in enumerate(WHEN)
-        },
+        at={name: most[:, :, number] + (more[name] + always)[:, None] for number, name in enumerate(PASSES)},
         pending={name: pending[:, number] for number, name in enumerate(PASSES)},
         bare_head=bare_head,
         saved=rank_saved,
@@ -345,14 +340,31 @@ def _blocks(
 def _of_shapes(workload: Workload, shapes: Sequence[Shape], mode: str, *, splits: bool = False) -> list[Floats]:
     """Bytes of blocks of each shape, [kinds, 3]: saved, forward peak, backward peak; with `splits` [kinds, 2]: peak of I, and
     bytes kept for W."""
-    model, stack, known = workload.model, workload.stack, _cached_blocks(workload.model, workload.stack)[mode, splits]
+    kinds, fields = kinds_of_layers(workload.model)[0], slice(2, 4) if splits else slice(3)
+
+    def columns(new: Sequence[Shape]) -> Floats:
+        of_kinds = [
+            block_columns(workload.model, layer, new, recompute=mode, stack=workload.stack, splits=splits) for layer in kinds
+        ]
+        return np.stack(of_kinds, axis=1)[:, :, fields]
+
+    return _cached(workload, (mode, splits), shapes, columns)
+
+
+def _cached(
+    workload: Workload, key: Hashable, shapes: Sequence[Shape], columns: Callable[[Sequence[Shape]], Floats]
+) -> list[Floats]:
+    """Rows of `columns` by shape, computed once for each; `key` is what they are of."""
+    known = _cached_rows(workload.model, workload.stack)[key]
     if new := [shape for shape in dict.fromkeys(shapes) if shape not in known]:
-        kinds = kinds_of_layers(workload.model)[0]
-        rows = np.stack(
-            [block_columns(model, layer, new, recompute=mode, stack=stack, splits=splits) for layer in kinds], axis=1
-        )
-        known.update(zip(new, rows[:, :, slice(2, 4) if splits else slice(3)], strict=True))
+        known.update(zip(new, columns(new), strict=True))
     return [known[shape] for shape in shapes]
+
+
+@lru_cache(maxsize=8)
+def _cached_rows(model: Model, stack: Stack) -> defaultdict[Hashable, dict[Shape, Floats]]:
+    """Rows of `_cached`, by key."""
+    return defaultdict(dict)
 
 
 def cache_blocks(workload: Workload, shapes: Sequence[Shape]) -> None:
@@ -360,12 +372,6 @@ def cache_blocks(workload: Workload, shapes: Sequence[Shape]) -> None:
     _largest_tensors(workload, shapes)
     for mode in MODES:
         _of_shapes(workload, shapes, mode)
-
-
-@lru_cache(maxsize=8)
-def _cached_blocks(model: Model, stack: Stack) -> defaultdict[tuple[str, bool], dict[Shape, Floats]]:
-    """Cache of `_of_shapes`, by recomputation and whether backward passes are split."""
-    return defaultdict(dict)
 
 
 def _dummies(workload: Workload, shapes: list[Shape]) -> Floats:
@@ -396,9 +402,3 @@ def _largest_tensor(model: Model, shape: Shape) -> int:
         for op in block_work(model, kind, shape)
         for activation in op.makes
     )
-
-
-def _parts(memories: list[BlockMemory]) -> Floats:
-    """[saved, forward peak, backward peak] x parts."""
-    rows = [(memory.saved_bytes, memory.forward_peak_bytes, memory.backward_peak_bytes) for memory in memories]
-    return np.array(rows, dtype=float).T

@@ -73,8 +73,7 @@ def rank_moments(
 
 def _passes(parts: RankActivations) -> list[Floats]:
     """Activations at each of `MOMENTS`."""
-    times = (parts.at_first, parts.at_between, parts.at_last)
-    most = {name: np.maximum.reduce([at_time[name] for at_time in times]) for name in PASSES}
+    most = {name: parts.at[name].max(axis=1) for name in PASSES}
     most["outside"] = most["outside"] + parts.embedding_backward
     return [*most.values(), NOTHING]
 
@@ -144,6 +143,11 @@ class _Fsdp(NamedTuple):
     the second."""
     forward_flat: Floats
     """Bytes of a flat buffer at the forward peak: if parameters stay unsharded, only the first pass has one."""
+
+    @property
+    def root_reduced(self) -> Floats:
+        """Gradients outside the blocks while they are reduced."""
+        return np.maximum(self.narrow_root, self.sharded_root + self.copy_root + self.narrow_largest)
 
 
 def _fsdp(
@@ -256,7 +260,6 @@ def _bucket_moments(workload: Workload, fsdp: _Fsdp, state: RankState, parts: Ra
     sharded = np.where(state.shard > 1, 1.0, 0.0)  # results of reductions and gathers live on streams of their own
     old = sharded * np.where(state.keeps & (state.gradients > state.late_gradients), 0.0, f.summed)
     reduced = np.maximum(f.narrow_bucket, f.sharded_bucket + f.copy_bucket)
-    root_reduced = np.maximum(f.narrow_root, f.sharded_root + f.copy_root + f.narrow_largest)
     moments = [
         Moment(live["forward"], at_work, f.summed + pending["forward"], forward_flat, old + forward_flat),
         Moment(live["head forward"], outside, f.summed + pending["head forward"], head_flat, old + forward_flat),
@@ -268,7 +271,7 @@ def _bucket_moments(workload: Workload, fsdp: _Fsdp, state: RankState, parts: Ra
         Moment(
             live["outside"],
             np.where(f.stays, f.all_parameters, 0.0),
-            late + f.sharded_bucket + root_reduced,
+            late + f.sharded_bucket + f.root_reduced,
             f.reduce_root,
             sharded * (f.sharded_rest + f.sharded_bucket),
         ),
@@ -295,19 +298,18 @@ def _bucket_moments(workload: Workload, fsdp: _Fsdp, state: RankState, parts: Ra
 def _highest_activations(f: _Fsdp, parts: RankActivations) -> dict[str, Floats]:
     """Peak activations at each moment of passes, over the times of a step. Corrected so that the other memory is equal at all
     times: minus gradient sums not yet allocated, minus reductions that occur only in the last pass."""
-    root_reduced = np.maximum(f.narrow_root, f.sharded_root + f.copy_root + f.narrow_largest)
     reduced = {
         "backward next": f.sharded_bucket + f.reduce_bucket,
         "reduction": np.maximum(f.narrow_bucket, f.sharded_bucket + f.copy_bucket) + f.reduce_bucket,
         "backward first": f.sharded_rest + f.reduce_bucket,
-        "outside": f.sharded_rest + f.sharded_bucket + root_reduced + f.reduce_root,
+        "outside": f.sharded_rest + f.sharded_bucket + f.root_reduced + f.reduce_root,
         "weights last": f.reduce_bucket,
     }
     activations = {}
     for name in PASSES:
         in_last_pass = np.where(f.at_end, reduced.get(name, 0.0), 0.0)
-        highest = np.maximum(parts.at_between[name], parts.at_first[name]) - in_last_pass
-        activations[name] = np.maximum(parts.at_last[name], highest)
+        first, between, last = parts.at[name].transpose(1, 0, 2)
+        activations[name] = np.maximum(last, np.maximum(first, between) - in_last_pass)
     return activations
 
 

@@ -29,8 +29,6 @@ Counts = NDArray[np.intp]
 _FREE = Line("none", "none", 0.0, 0.0, 0.0)
 _INFINITE = Line("", "", float("inf"), 0.0, 0.0)
 
-
-MOST_FABRICS = 256
 FEW = 12
 """Number of groups up to which they are priced one by one."""
 
@@ -54,10 +52,6 @@ def collective_seconds(
     if isinstance(size, int) and isinstance(stride, int) and isinstance(num_bytes, int | float):
         return np.asarray(_seconds_and_line(cluster, kind, num_bytes, size, stride)[0])
     widths, sizes, strides = np.asarray(num_bytes, dtype=np.float64), np.asarray(size), np.asarray(stride)
-    if widths.size <= FEW and sizes.size == strides.size == 1 and widths.ndim >= max(sizes.ndim, strides.ndim):
-        ranks, apart = sizes.item(), strides.item()
-        seconds = [_seconds_and_line(cluster, kind, n, ranks, apart)[0] for n in widths.ravel().tolist()]
-        return np.array(seconds, dtype=np.float64).reshape(widths.shape)
     every = np.broadcast(widths, sizes, strides)
     if every.size <= FEW:  # NumPy's fixed costs would dominate
         seconds = [_seconds_and_line(cluster, kind, float(n), int(of), int(apart))[0] for n, of, apart in every]
@@ -66,7 +60,7 @@ def collective_seconds(
     pairs, row_group = _distinct(sizes.ravel(), strides.ravel())
     if all(ranks <= 1 for ranks, _ in pairs):
         return np.zeros(np.broadcast_shapes(widths.shape, sizes.shape))
-    fabric = _fabric_of(cluster)
+    fabric = fabric_of(cluster)
     groups = [_lines(fabric, kind, ranks, apart) for ranks, apart in pairs]
     return _evaluate(groups, row_group.reshape(sizes.shape), widths)
 
@@ -112,32 +106,16 @@ def bus_bytes(kind: str, num_bytes: ArrayLike, size: ArrayLike) -> Any:
     return np.asarray(num_bytes) * passes
 
 
-_fabrics: dict[int, tuple[Cluster, Fabric]] = {}
-
-
-def _fabric_of(cluster: Cluster) -> Fabric:
-    """`fabric_of`, cached: clusters hold dictionaries and cannot be hashed, so identity is the key, unique while the cluster is
-    kept."""
-    cached = _fabrics.get(id(cluster))
-    if cached is None:
-        if len(_fabrics) >= MOST_FABRICS:
-            _fabrics.clear()
-        cached = _fabrics[id(cluster)] = (cluster, fabric_of(cluster))
-    return cached[1]
-
-
 def _seconds_and_line(cluster: Cluster, kind: str, num_bytes: float, size: int, stride: int) -> tuple[float, Line]:
     if size <= 1 or num_bytes <= 0:
         return 0.0, _INFINITE
-    lines, floor = _lines(_fabric_of(cluster), kind, size, stride)
+    lines, floor = _lines(fabric_of(cluster), kind, size, stride)
     line = min(lines, key=lambda line: line.seconds(num_bytes))
     return max(line.seconds(num_bytes), floor.seconds(num_bytes)), line
 
 
 @lru_cache(maxsize=65536)
-def _lines(
-    fabric: Fabric, kind: str, size: int, stride: int
-) -> tuple[tuple[Line, ...], Line]:  # fmt: skip
+def _lines(fabric: Fabric, kind: str, size: int, stride: int) -> tuple[tuple[Line, ...], Line]:
     """Lines of the algorithms that NCCL chooses from, and the lower bound for a group of this many ranks."""
     if size <= 1:
         return (_FREE,), _FREE

@@ -8,12 +8,10 @@ multiply, or pass `derate`. Plain floats; a cached price costs 0.3 microseconds,
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Literal
 
 from ultrascale.catalogue.cluster import Accelerator
-from ultrascale.plan.laws import devices
 from ultrascale.plan.laws.curves import (
     BACKWARD_WORK,
     TILE,
@@ -25,6 +23,7 @@ from ultrascale.plan.laws.curves import (
     kernel_head_dim,
     matmul_law,
 )
+from ultrascale.plan.laws.devices import DTYPE_BYTES, attention_curve, matmul_curve, stream
 
 Kind = Literal["forward", "input-gradient", "weight-gradient"]
 Kernel = Literal["flash", "cudnn", "flash-2"]
@@ -32,10 +31,6 @@ EXPOSED_OUTPUT = 0.6
 """Fraction of the time of writing wide gradients that does not overlap with the GEMM that computes them: between A100's and
 B200's in SimuMax's measurements of GEMMs that accumulate into fp32 gradients (0.5 and 0.75; benchmarks/plan/fit_compute.py
 prints the residuals)."""
-
-_curves: dict[tuple[int, str, str], tuple[Accelerator, Any]] = {}
-MAX_CURVES = 256
-"""Most pairs of device and dtype that are cached; a calibration loop creates new devices all the time."""
 
 
 def matmul_seconds(
@@ -58,8 +53,7 @@ def matmul_seconds(
     prices it. `output_bytes`: memory traffic per element of a weight gradient, 2: written in bf16, 8: accumulated into an fp32
     sum. `derate` multiplies the time. Raises SpecError if the device's peak is unknown.
     """
-    curve = _matmul_curve(accelerator, dtype) if casts else _castless_curve(accelerator, dtype)
-    return derate * direction_seconds(curve, m, n, k, count, kind, output_bytes)
+    return derate * direction_seconds(matmul_curve(accelerator, dtype, casts), m, n, k, count, kind, output_bytes)
 
 
 def attention_seconds(
@@ -84,35 +78,28 @@ def attention_seconds(
     the device (FlashAttention-2 on Ampere, 3 on Hopper, 4 or cuDNN on Blackwell), `cudnn`, or `flash-2` also on Hopper, as
     PyTorch's own is. Raises SpecError if the device's peak is unknown.
     """
-    curve = _attention_curve(accelerator, dtype, kernel, "backward" if backward else "forward")
-    item = devices.DTYPE_BYTES[dtype]
+    curve = attention_curve(accelerator, dtype, kernel, "backward" if backward else "forward")
+    item = DTYPE_BYTES[dtype]
     value_dim = value_head_dim or head_dim
     seconds = flash_seconds(curve, batch, heads, key_value_heads, head_dim, value_dim, queries, keys, share, item, backward)
     return derate * seconds
 
 
-def elementwise_seconds(accelerator: Accelerator, num_bytes: Any, *, num_kernels: int = 1, derate: float = 1.0) -> Any:
+def elementwise_seconds(accelerator: Accelerator, num_bytes: Any, *, num_kernels: int = 1) -> Any:
     """Seconds of `num_kernels` kernels that together read and write `num_bytes`: a minimum for each, then the memory bandwidth.
+    Multi-tensor kernels of an optimizer run as fast as copies.
 
     `num_bytes`: a number, or an array of them. Raises SpecError if the device's peak is unknown.
     """
-    rate = _stream(accelerator)
-    return derate * (num_kernels * rate.launch_seconds + num_bytes / rate.bytes_per_second)
+    rate = stream(accelerator)
+    return num_kernels * rate.launch_seconds + num_bytes / rate.bytes_per_second
 
 
 def columns_seconds(accelerator: Accelerator, num_bytes: float) -> float:
     """Seconds of a compiled kernel that reads and writes `num_bytes` of a matrix across its rows, as scaling and casting its
     columns does. Raises SpecError if the device's peak is unknown."""
-    rate = _stream(accelerator)
+    rate = stream(accelerator)
     return rate.launch_seconds + num_bytes / rate.columns_bytes_per_second
-
-
-def optimizer_seconds(accelerator: Accelerator, num_bytes: Any) -> Any:
-    """Seconds of an optimizer update that reads and writes `num_bytes` in multi-tensor kernels, which run as fast as copies.
-
-    `num_bytes`: a number, or an array of them; the caller computes it, since it depends on the framework.
-    """
-    return elementwise_seconds(accelerator, num_bytes)
 
 
 @lru_cache(maxsize=1 << 17)
@@ -153,36 +140,3 @@ def flash_seconds(
     tiles = batch * heads * math.ceil(queries / TILE)
     efficiency = attention_efficiency(curve, computed / 2)
     return attention_law(curve, tiles, keys, share, computed, num_bytes, efficiency, work)
-
-
-def _matmul_curve(accelerator: Accelerator, dtype: str) -> MatmulCurve:
-    # Accelerators hold a dictionary and cannot be hashed: identity is the key, and keeping the device keeps it unique.
-    cached = _curves.get((id(accelerator), dtype, "matmul"))
-    return cached[1] if cached else _keep(accelerator, dtype, "matmul", devices.matmul_curve(accelerator, dtype))
-
-
-def _castless_curve(accelerator: Accelerator, dtype: str) -> MatmulCurve:
-    cached = _curves.get((id(accelerator), dtype, "castless"))
-    if cached:
-        return cached[1]
-    return _keep(accelerator, dtype, "castless", replace(_matmul_curve(accelerator, dtype), cast_efficiency=0.0))
-
-
-def _attention_curve(accelerator: Accelerator, dtype: str, kernel: str, direction: str) -> AttentionCurve:
-    key = kernel + direction
-    cached = _curves.get((id(accelerator), dtype, key))
-    return (
-        cached[1] if cached else _keep(accelerator, dtype, key, devices.attention_curve(accelerator, dtype, kernel, direction))
-    )
-
-
-def _stream(accelerator: Accelerator) -> devices.Stream:
-    cached = _curves.get((id(accelerator), "", "stream"))
-    return cached[1] if cached else _keep(accelerator, "", "stream", devices.stream(accelerator))
-
-
-def _keep(accelerator: Accelerator, dtype: str, key: str, curve: Any) -> Any:
-    if len(_curves) >= MAX_CURVES:
-        _curves.clear()
-    _curves[id(accelerator), dtype, key] = (accelerator, curve)
-    return curve

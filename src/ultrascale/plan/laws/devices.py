@@ -19,6 +19,7 @@ from ultrascale.catalogue.cluster import Accelerator
 from ultrascale.catalogue.machines import ACCELERATORS
 from ultrascale.catalogue.tables import read_tables
 from ultrascale.description.problems import mistake
+from ultrascale.plan.laws.by_identity import cached_by_identity
 from ultrascale.plan.laws.curves import AttentionCurve, MatmulCurve
 
 FITS = read_tables("computing.toml", Path(__file__).parent)
@@ -108,8 +109,10 @@ def work_per_joule(accelerator: Accelerator) -> float:
     return _peak(accelerator, "bf16") / _peak(relative, "bf16") * relative.watts.value / accelerator.watts.value
 
 
-def matmul_curve(accelerator: Accelerator, dtype: str) -> MatmulCurve:
-    """Law of GEMMs of `dtype` (`bf16 fp16 fp32 tf32 fp64 fp8 mxfp8 nvfp4`) on a device.
+@cached_by_identity
+def matmul_curve(accelerator: Accelerator, dtype: str, casts: bool) -> MatmulCurve:
+    """Law of GEMMs of `dtype` (`bf16 fp16 fp32 tf32 fp64 fp8 mxfp8 nvfp4`) on a device; `casts`: with the cast of the left
+    operand, in fp8.
 
     Raises SpecError if the device's peak is unknown: not in the catalogue, or measured at run time and not filled in yet.
     """
@@ -130,6 +133,7 @@ def matmul_curve(accelerator: Accelerator, dtype: str) -> MatmulCurve:
         launch_seconds=CPU_LAUNCH_SECONDS if is_cpu else law.launch_seconds,
         fill=0.0 if is_cpu else law.fill,
         partial_wave=0.0 if is_cpu else law.partial_wave,
+        cast_efficiency=law.cast_efficiency if casts else 0.0,
         unaligned=1.0 if is_cpu else UNALIGNED,
         operand_bytes=DTYPE_BYTES[dtype],
         result_bytes=max(2, DTYPE_BYTES[dtype]),
@@ -143,6 +147,7 @@ HOPPER_PEAK = 989.4e12
 """Dense bf16 FLOP/s of the H100 SXM on which FlashAttention 2 was measured."""
 
 
+@cached_by_identity
 def attention_curve(accelerator: Accelerator, dtype: str, kernel: str, direction: str) -> AttentionCurve:
     """Law of attention kernels on a device.
 
@@ -176,6 +181,7 @@ def attention_curve(accelerator: Accelerator, dtype: str, kernel: str, direction
     )
 
 
+@cached_by_identity
 def stream(accelerator: Accelerator) -> Stream:
     """Law of element-wise operations on a device: launch seconds and bytes per second."""
     if accelerator.name == "cpu":

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from ultrascale.catalogue.cluster import Cluster, Link
 from ultrascale.catalogue.network import NetworkKind, network_kind
 from ultrascale.description.problems import mistake
+from ultrascale.plan.laws.by_identity import cached_by_identity
 
 GIGA = 1e9
 
@@ -82,6 +83,7 @@ class Placement(NamedTuple):
     """Factor by which the spine slows down traffic of every node with every other."""
 
 
+@cached_by_identity
 def fabric_of(cluster: Cluster) -> Fabric:
     """Network of a cluster. Raises SpecError if the links inside the node are not in the catalogue: they must be measured."""
     node = cluster.node

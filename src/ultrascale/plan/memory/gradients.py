@@ -6,7 +6,7 @@ Also the tensors kept between the two halves I and W of a split backward pass: e
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from typing import NamedTuple
 
 from ultrascale.plan.memory.ledger import Allocation, Ledger
@@ -61,55 +61,6 @@ class DeferredGradient(NamedTuple):
     """Bytes of `source` over all ranks' positions, which W all-gathers over tp; 0 where this rank has it whole."""
     scratch_bytes: int
     """Bytes of temporary memory that the GEMM needs in addition in W."""
-
-
-class DeferredSnapshot(NamedTuple):
-    """Tensors that I of a block leaves for W, recorded to apply to another, equal block."""
-
-    allocations: tuple[tuple[str, str, int, int], ...]
-    """Category, label, bytes and holders; the first is the incoming gradient, whose bytes are not used."""
-    weights: tuple[tuple[str, tuple[int, ...], int, int, int], ...]
-    """Fields of `DeferredGradient`, with names relative to the block and indices into `allocations`."""
-
-    def of(self, layer: int, incoming: Allocation) -> list[DeferredGradient]:
-        """Deferred gradients of block `layer`, whose output gradient is `incoming`."""
-        allocations = [incoming, *(Allocation(*fields) for fields in self.allocations[1:])]
-        incoming.holders += self.allocations[0][3] - 1  # the block's reference is released
-        return [
-            DeferredGradient(
-                f"layers.{layer}.{name}",
-                tuple(allocations[place] for place in places),
-                allocations[source],
-                gathered,
-                scratch_bytes,
-            )
-            for name, places, source, gathered, scratch_bytes in self.weights
-        ]
-
-
-def deferred_snapshot(
-    deferred: Sequence[DeferredGradient], layer: int, incoming: Allocation, holders: int
-) -> DeferredSnapshot | None:
-    """Snapshot of `deferred` of block `layer`, whose output gradient `incoming` arrived with `holders` holders; None if a
-    tensor has holders outside `deferred`."""
-    start, places, uses = f"layers.{layer}.", {id(incoming): 0}, Counter[int]()
-    allocations = [incoming]
-    for entry in deferred:
-        for tensor in entry.allocations:
-            if places.setdefault(id(tensor), len(allocations)) == len(allocations):
-                allocations.append(tensor)
-            uses[id(tensor)] += 1
-    if incoming.holders != holders - 1 + uses[id(incoming)] or any(
-        allocation.holders != uses[id(allocation)] for allocation in allocations[1:]
-    ):
-        return None
-    fields = [(allocation.category, allocation.label, allocation.num_bytes, uses[id(allocation)]) for allocation in allocations]
-    weights = [
-        (entry.name.removeprefix(start), tuple(places[id(tensor)] for tensor in entry.allocations), places[id(entry.source)],
-         entry.gathered_bytes, entry.scratch_bytes)
-        for entry in deferred
-    ]  # fmt: skip
-    return DeferredSnapshot(tuple(fields), tuple(weights))
 
 
 def waiting_gradient(ledger: Ledger, op: Op, shape: Shape, share: Allocation | None, arriving: Allocation) -> Allocation:

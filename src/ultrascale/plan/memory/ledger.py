@@ -45,9 +45,10 @@ class MemorySnapshot:
     """Live bytes by (category, label)."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Effect:
-    """Change of the ledger over a recording, and the peak in it; bytes relative to its start, zero entries left out."""
+    """Change of the ledger over a recording, and the peak in it; bytes relative to its start, zero entries left out. During
+    the recording: bytes at its start, and the absolute peak since."""
 
     total: int
     alive: dict[tuple[str, str], int]
@@ -56,27 +57,6 @@ class Effect:
     peak_alive: dict[tuple[str, str], int]
     highest: dict[str, int]
     """Peak of each category, each at its own moment."""
-
-
-@dataclass
-class EffectRecorder:
-    """An `Effect` being recorded: the ledger at its start, and the peak since."""
-
-    ledger: Ledger
-    total: int
-    alive: dict[tuple[str, str], int]
-    held: dict[str, int]
-    peak_total: int
-    peak_alive: dict[tuple[str, str], int]
-    highest: dict[str, int]
-
-    def effect(self) -> Effect:
-        """Effect of all changes since the recording started."""
-        ledger, start = self.ledger, self.total
-        return Effect(
-            ledger.total - start, _since(ledger._alive, self.alive), _since(ledger._held, self.held),
-            self.peak_total - start, _since(self.peak_alive, self.alive), _since(self.highest, self.held),
-        )  # fmt: skip
 
 
 @dataclass
@@ -100,7 +80,7 @@ class Ledger:
     """Peak of each category in the current recording, or else in the current step (then an entry of `highest`)."""
     _top: float = -1
     """Highest total noted in that recording or step; infinite inside `unrecorded`."""
-    _recorder: EffectRecorder | None = None
+    _recorder: Effect | None = None
 
     def __post_init__(self) -> None:
         self._highest = self.highest.setdefault(self.step, dict(self._held))
@@ -174,20 +154,25 @@ class Ledger:
         return allocation
 
     @contextmanager
-    def recording(self) -> Iterator[EffectRecorder]:
-        """Context that records all changes inside, for `apply`. Does not support offloading to the host."""
-        outer, top, highest, alive = self._recorder, self._top, self._highest, dict(self._alive)
-        inside = dict(self._held)
-        recorder = EffectRecorder(self, self.total, alive, dict(inside), self.total, alive, inside)
-        self._recorder, self._top, self._highest = recorder, self.total, inside
+    def recording(self) -> Iterator[Effect]:
+        """Context that records all changes inside, for `apply`: complete once it is left. Not nested, and without offloading to
+        the host."""
+        top, highest, alive, inside = self._top, self._highest, dict(self._alive), dict(self._held)
+        start, held = self.total, dict(inside)
+        recorder = self._recorder = Effect(start, alive, held, start, alive, inside)
+        self._top, self._highest = start, inside
         try:
             yield recorder
             self._note()
         finally:
-            self._recorder, self._top, self._highest = outer, top, highest
-        self._raise_highest(inside)
+            self._recorder, self._top, self._highest = None, top, highest
+        for category, num_bytes in inside.items():
+            highest[category] = max(highest[category], num_bytes)
         if recorder.peak_total > top:
             self._see(recorder.peak_total, recorder.peak_alive)
+        recorder.total, recorder.peak_total = self.total - start, recorder.peak_total - start
+        recorder.alive, recorder.peak_alive = _since(self._alive, alive), _since(recorder.peak_alive, alive)
+        recorder.held, recorder.highest = _since(self._held, held), _since(inside, held)
 
     def apply(self, effect: Effect) -> None:
         """Apply a recorded effect: the same changes and peaks, on top of the current bytes."""
@@ -247,10 +232,6 @@ class Ledger:
             self.peaks[self.step] = self._moment(total, alive)
         else:
             self._recorder.peak_total, self._recorder.peak_alive = total, alive
-
-    def _raise_highest(self, most: dict[str, int]) -> None:
-        for category, num_bytes in most.items():
-            self._highest[category] = max(self._highest[category], num_bytes)
 
 
 def _since(now: dict[Any, int], then: dict[Any, int]) -> dict[Any, int]:

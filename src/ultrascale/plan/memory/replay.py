@@ -119,7 +119,7 @@ def plan_memory(
     other ranks of the same layout, called with the same arguments.
     Raises SpecError if the batch does not divide into micro-batches, or the pipeline schedule does not suit the layout.
     """
-    passes = passes or RecordedPasses({}, {})
+    passes = {} if passes is None else passes
     count = num_micro_batches(layout, sequences_per_batch)
     ledger, coordinates = Ledger(keeps_timeline=keeps_timeline), Coordinates.of(layout, rank)
     shape = rank_shape(layout, sequence_length, documents=documents, device=device, coordinates=coordinates, stack=stack)
@@ -128,7 +128,7 @@ def plan_memory(
     tally, orders = Tally(layout, shape, coordinates.cp), _orders(layout, count, stack)
     parts = stage_parts(model, layout, sequence_length, coordinates, stack.stage_cut)
     stages = {
-        number: StageReplay(ledger, tally, model, part, coordinates, splits=orders.splits, stack=stack, entries=passes.blocks)
+        number: StageReplay(ledger, tally, model, part, coordinates, splits=orders.splits, stack=stack)
         for number, part in parts.items()
     }
     ledger.take("other", "batch", count * _batch_bytes(model, layout, shape, documents=documents))
@@ -197,7 +197,7 @@ def _plan_fullest_rank(model: Model, layout: Layout, **options: Any) -> MemoryPl
     in_stage = layout.world_size // layout.pp
     stage_cut = options.get("stack", OURS).stage_cut
     ranks = _full_ranks(model, layout, options["sequence_length"], options["sequences_per_batch"], stage_cut)
-    passes = RecordedPasses({}, {})
+    passes: RecordedPasses = {}
     plans = [plan_memory(model, layout, rank=rank * in_stage, passes=passes, **options) for rank in ranks]
     return max(plans, key=lambda plan: plan.peak.total)
 
@@ -359,8 +359,7 @@ def _output_bytes(model: Model, shape: Shape, parts: Mapping[int, StagePart], st
 
 def muon_matrices(model: Model, parts: Mapping[int, StagePart]) -> list[Weight]:
     """Matrices of a rank's stages that Muon updates; AdamW updates all other weights."""
-    layers = {layer for part in parts.values() for layer in part.blocks}
-    return [weight for weight in weights(model) if weight.layer in layers and is_hidden_matrix(weight)]
+    return list(filter(is_hidden_matrix, held_weights(model, parts)))
 
 
 def _batch_bytes(model: Model, layout: Layout, shape: Shape, *, documents: bool) -> int:
@@ -426,7 +425,7 @@ def _play_step(
     mail = MailReplay(ledger, tally, sent, coordinates.pp, stage.work.hidden_bytes, over_gloo=stage.shards.over_gloo)
     plain = ledger.keeps_timeline or layout.offload_activations
     players = {
-        number: StagePlayer(replay_stage, passes.stages.setdefault(alike(number, stages), {}))
+        number: StagePlayer(replay_stage, passes.setdefault(alike(number, stages), {}))
         for number, replay_stage in stages.items()
     }
     played = stages if plain else players

@@ -21,7 +21,7 @@ Also here: scales of weights gathered in fp8 (`parallel.precision.fp8_gather`), 
 
 from __future__ import annotations
 
-from collections.abc import Container, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Container, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import compress
@@ -153,9 +153,8 @@ class Shards:
             if self.casts_alone:
                 self._finish_gather(bucket)
 
-    def state(self, subset: Sequence[Bucket] | None = None) -> Hashable:
-        """Flags for the tensors that the buckets hold (all, or those of `subset`), with weights by position: stages with equal
-        blocks have equal states."""
+    def state(self) -> Hashable:
+        """Flags for the tensors that the buckets hold, with weights by position: stages with equal blocks have equal states."""
         buckets = tuple(
             (
                 bucket.parameters is None, bucket.flat is None, bucket.partial is None, bucket.replica_buffer is None,
@@ -165,17 +164,16 @@ class Shards:
                     for by_name in (bucket.whole_gradients, bucket.cast, bucket.narrow_gradients)
                 ),
             )
-            for bucket in (self.buckets if subset is None else subset)
+            for bucket in self.buckets
         )  # fmt: skip
         sizes = tuple(allocation and allocation.num_bytes for allocation in (self.last_flat, self.reduce_input))
         return buckets, sizes
 
-    def snapshot(self, before: Hashable, subset: Sequence[Bucket] | None = None) -> BucketSnapshot | None:
-        """Tensors that the buckets hold (all, or those of `subset`), for `restore` on buckets with the same weights; None if a
-        tensor has another holder. `before`: their state before the pass; buckets still in that state are skipped."""
-        buckets, parts = self.buckets if subset is None else subset, []
-        then, now = cast(tuple[Any, Any], before)[0], cast(tuple[Any, Any], self.state(subset))[0]
-        for bucket, old, new in zip(buckets, then, now, strict=True):
+    def snapshot(self, before: Hashable) -> BucketSnapshot | None:
+        """Tensors that the buckets hold, for `restore` on buckets with the same weights; None if a tensor has another holder.
+        `before`: their state before the pass; buckets still in that state are skipped."""
+        parts, then, now = [], cast(tuple[Any, Any], before)[0], cast(tuple[Any, Any], self.state())[0]
+        for bucket, old, new in zip(self.buckets, then, now, strict=True):
             single = [getattr(bucket, name) for name in SINGLE]
             several = [list(map(by_name.get, bucket.names)) for by_name in (bucket.whole_gradients, bucket.narrow_gradients)]
             every = [allocation for group in (single, *several) for allocation in group if allocation is not None]
@@ -191,9 +189,9 @@ class Shards:
             return None
         return BucketSnapshot(tuple(parts), tuple(map(_fields_of, sizes)))
 
-    def restore(self, snapshot: BucketSnapshot, subset: Sequence[Bucket] | None = None) -> None:
+    def restore(self, snapshot: BucketSnapshot) -> None:
         """Set the buckets to `snapshot` without changing the ledger, which already counts these bytes."""
-        for bucket, parts in zip(self.buckets if subset is None else subset, snapshot.buckets, strict=True):
+        for bucket, parts in zip(self.buckets, snapshot.buckets, strict=True):
             if parts is None:
                 continue
             (single, whole, narrow, is_cast), names = parts, bucket.names
@@ -286,18 +284,18 @@ class Shards:
         if self.is_sharded(bucket) and bucket.parameters is None:
             self._start_gather(bucket)
             self._finish_gather(bucket)
-            self._drop_last_flat()  # a local variable in FSDP2's wait_for_unshard holds it until the copy-out is done
+            self._drop(self, "last_flat")  # a local variable in FSDP2's wait_for_unshard holds it until the copy-out is done
             self.last_flat, bucket.flat = bucket.flat, None
             if self.over_gloo:  # FSDP2 keeps it only while a stream may still read it
-                self._drop_last_flat()
+                self._drop(self, "last_flat")
 
     def after_forward(self, bucket: Bucket) -> None:
         """Free the gathered parameters in ZeRO stage 3, except those outside the blocks."""
         if self.is_sharded(bucket) and self.layout.zero_stage == 3 and bucket is not self.buckets[0]:
-            self._reshard(bucket)
+            self._drop(bucket, "parameters")
 
     def end_forward(self) -> None:
-        self._drop_last_flat()
+        self._drop(self, "last_flat")
 
     def before_backward(self, bucket: Bucket) -> None:
         """All-gather the parameters if needed, and prefetch the bucket whose backward pass comes next."""
@@ -306,9 +304,7 @@ class Shards:
         if bucket.parameters is None and self.is_sharded(bucket):
             self._start_gather(bucket)
             self._finish_gather(bucket)
-            if bucket.flat is not None:
-                self.ledger.release(bucket.flat)
-                bucket.flat = None
+            self._drop(bucket, "flat")
         index = self.buckets.index(bucket)
         ahead = self.buckets[index - 1]  # of the one outside the blocks, whose backward pass is first: the last
         if index != 1 and ahead.parameters is None and self.is_sharded(ahead):
@@ -335,7 +331,7 @@ class Shards:
         for name in [name for name in bucket.whole_gradients if name.endswith(" new")] if bucket.cast else ():
             self.ledger.release(bucket.whole_gradients.pop(name))
         if not action.keep_parameters:
-            self._reshard(bucket)
+            self._drop(bucket, "parameters")
         if action.reduce_gradients:
             self._reduce(bucket, action)
         else:
@@ -357,23 +353,17 @@ class Shards:
                 self.complete_gradients(bucket)
 
     def end_backward(self) -> None:
-        self._drop_reduce_input()
+        self._drop(self, "reduce_input")
         for bucket in self.buckets:
-            if bucket.replica_buffer is not None:
-                self.ledger.release(bucket.replica_buffer)
-                bucket.replica_buffer = None
+            self._drop(bucket, "replica_buffer")
 
     def forget_gradients(self) -> None:
         """zero_grad(set_to_none=True)."""
         for bucket in self.buckets:
-            for allocation in [
-                *bucket.whole_gradients.values(),
-                *([bucket.sharded_gradient] if bucket.sharded_gradient else []),
-            ]:
-                self.ledger.release(allocation)
+            self.ledger.release_all(bucket.whole_gradients.values())
+            self._drop(bucket, "sharded_gradient")
             bucket.whole_gradients.clear()
             bucket.cast.clear()
-            bucket.sharded_gradient = None
 
     def _start_gather(self, bucket: Bucket) -> None:
         ranks = self.ranks_of(bucket)
@@ -397,11 +387,6 @@ class Shards:
     def _finish_gather(self, bucket: Bucket) -> None:
         whole = self.gathered_bytes(bucket)
         bucket.parameters = self.ledger.take("gathered", bucket.label, whole)
-
-    def _reshard(self, bucket: Bucket) -> None:
-        if bucket.parameters is not None:
-            self.ledger.release(bucket.parameters)
-            bucket.parameters = None
 
     def _cast_gradients(self, bucket: Bucket) -> None:
         for weight in reversed([w for w in bucket.weights if w.name in bucket.narrow_gradients]):
@@ -431,7 +416,7 @@ class Shards:
         return weight.name in bucket.cast
 
     def _reduce(self, bucket: Bucket, action: Action) -> None:
-        self._drop_reduce_input()
+        self._drop(self, "reduce_input")
         if not bucket.weights:
             return
         elements, ranks = self.padded_elements(bucket), self.ranks_of(bucket)
@@ -442,11 +427,9 @@ class Shards:
         self.reduce_input = self.ledger.take("communication", "reduce-scatter input", elements * self.reduce_itemsize)
         # On several ranks a loop variable of torch's foreach_reduce holds the last parameter's gradient until it returns.
         lingering = bucket.whole_gradients.pop(bucket.weights[-1].name) if ranks > 1 else None
-        gradients = list(bucket.whole_gradients.values())
+        self.ledger.release_all(bucket.whole_gradients.values())
         bucket.whole_gradients.clear()
         bucket.cast.clear()
-        for gradient in gradients:
-            self.ledger.release(gradient)
         if ranks == 1:  # the result is the input (`parallel.data.data_parallel.NothingToScatter`)
             shard, self.reduce_input = self.reduce_input, None
         else:
@@ -480,19 +463,13 @@ class Shards:
             bucket.replica_buffer = shard  # the all-reduce over replicas ran in it, and FSDP2 keeps it until the end
             size = shard.num_bytes // self.reduce_itemsize * self.sum_itemsize
             bucket.sharded_gradient = self.ledger.take("gradients", bucket.label, size)
-        if bucket.partial is not None:
-            self.ledger.release(bucket.partial)
-            bucket.partial = None
+        self._drop(bucket, "partial")
 
-    def _drop_last_flat(self) -> None:
-        if self.last_flat is not None:
-            self.ledger.release(self.last_flat)
-            self.last_flat = None
-
-    def _drop_reduce_input(self) -> None:
-        if self.reduce_input is not None:
-            self.ledger.release(self.reduce_input)
-            self.reduce_input = None
+    def _drop(self, holder: Bucket | Shards, name: str) -> None:
+        """Release the tensor, if any, in the field `name` of a bucket or of this object."""
+        if (allocation := getattr(holder, name)) is not None:
+            self.ledger.release(allocation)
+            setattr(holder, name, None)
 
 
 class WholeState(Shards):

@@ -19,11 +19,10 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from ultrascale.plan.memory.ledger import Allocation, Effect, Ledger
 from ultrascale.plan.memory.sharding import BucketSnapshot
-from ultrascale.plan.memory.stage_replay import BlockEntries, StageReplay
+from ultrascale.plan.memory.stage_replay import StageReplay
 from ultrascale.plan.memory.tally import Counts, Tally
 from ultrascale.schedules.actions import Action, Kind
 from ultrascale.schedules.messages import Message, input_of, output_of, receive_order
@@ -60,11 +59,8 @@ class Played:
 PassEntries = dict[Hashable, PassEntry | None]
 
 
-class RecordedPasses(NamedTuple):
-    """Records of the stages of one layout: of whole passes by kind of stage (`alike`), and of single blocks."""
-
-    stages: dict[Hashable, PassEntries]
-    blocks: BlockEntries
+RecordedPasses = dict[Hashable, PassEntries]
+"""Records of the stages of one layout, by kind of stage (`alike`)."""
 
 
 FORWARD = Kind.FORWARD.value
@@ -169,8 +165,8 @@ class StagePlayer:
         if repeats and now != before:
             snapshot = self.stage.shards.snapshot(before[0])
             repeats, changed = snapshot is not None, snapshot and (now, snapshot)
-        effect, counts = recorded.effect(), tally.since(counted)
-        self._entries[key] = PassEntry(effect, counts, result_fields, keeps, kept_input, changed) if repeats else None
+        counts = tally.since(counted)
+        self._entries[key] = PassEntry(recorded, counts, result_fields, keeps, kept_input, changed) if repeats else None
         return result
 
     def _materialize(self, micro_batch: int) -> None:

@@ -11,39 +11,35 @@ Without a pipeline the stage is the whole model. FSDP2's part is in `plan.memory
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, cast
+from typing import cast
 
 from ultrascale.catalogue.stacks.stack import Stack
 from ultrascale.catalogue.stacks.stack_files import STACKS
 from ultrascale.description.architecture.model import Model
-from ultrascale.description.layout import DTYPE_BYTES
+from ultrascale.description.layout import DTYPE_BYTES, OFFLOAD_FROM_BYTES, OFFLOAD_RESIDENT
 from ultrascale.description.recomputed import BlockRecompute
+from ultrascale.plan.memory.block_walk import BlockWalk, Nothing, Tape
 from ultrascale.plan.memory.gradients import (
     DeferredGradient,
-    DeferredSnapshot,
     StageGradients,
-    deferred_snapshot,
     waiting_bytes,
     waiting_gradient,
     weight_gradient_workspace,
 )
-from ultrascale.plan.memory.ledger import Allocation, Effect, Ledger
-from ultrascale.plan.memory.offload_replay import CheckpointedBlock, OffloadReplay, PendingRegion, Tape
-from ultrascale.plan.memory.sharding import BucketSnapshot, Shards, WholeState, stays_whole
+from ultrascale.plan.memory.ledger import Allocation, Ledger
+from ultrascale.plan.memory.sharding import Bucket, Shards, WholeState, stays_whole
 from ultrascale.plan.memory.stage_work import StagePart, StageWork
-from ultrascale.plan.memory.tally import Counts, Tally
+from ultrascale.plan.memory.tally import Tally
 from ultrascale.plan.split_backward import gathered_input_bytes, is_deferrable, is_row_sum, reads_gathered, sent_in_half
 from ultrascale.schedules.actions import Action, Kind
 from ultrascale.work.op_builders import gathered_scratch_bytes
 from ultrascale.work.recompute import (
-    Region,
-    adds_bias_apart,
     recompute_in_stack,
     recomputed_ops,
-    regions,
+    regions_of,
     reruns_last,
     resent_ops,
     saved_results,
@@ -53,59 +49,39 @@ from ultrascale.work.work import Op, input_gather, next_token_work, prediction_h
 
 
 @dataclass
+class CheckpointedBlock:
+    """A recomputed block: its inputs, and the results that selective recomputation keeps."""
+
+    reads: dict[str, Allocation]
+    shared: list[Allocation]
+    """Inputs that all blocks read."""
+    kept: dict[str, Allocation]
+    offloaded: list[Allocation] = field(default_factory=list)
+
+
+@dataclass
 class MicroBatchState:
     """Saved tensors of a micro-batch between its forward and backward pass."""
 
-    tapes: list[Tape | CheckpointedBlock | RecordedBlock] = field(default_factory=list)
+    tapes: list[Tape | CheckpointedBlock] = field(default_factory=list)
     shared: dict[str, Allocation] = field(default_factory=dict)
 
 
-class RecordedBlock(NamedTuple):
-    """A block whose forward pass was applied from a record: category, label and bytes of its input."""
-
-    block_input: tuple[str, str, int]
-    offloaded: tuple[Allocation, ...] = ()
-
-
-class BlockEntry(NamedTuple):
-    """Record of one pass of a block: its effect on the ledger and the tally, its result, and its buckets' state after it."""
-
-    effect: Effect
-    counts: Counts
-    result: tuple[str, str, int]
-    buckets_after: BucketSnapshot
-    waiting: DeferredSnapshot | None
-    """Gradients and inputs that I keeps for W."""
-
-
-BlockEntries = dict[Hashable, BlockEntry]
-
-
-class NoShards:
-    """Stand-in for `Shards` whose every method does nothing."""
-
-    root = None
-    buckets = ()
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *args, **kwargs: None
-
-
-class StageReplay:
+class StageReplay(BlockWalk):
     """One stage's passes on the ledger, with the state between them."""
 
     def __init__(
         self, ledger: Ledger, tally: Tally, model: Model, part: StagePart, coordinates: Coordinates, *, splits: bool = False,
-        stack: Stack = STACKS["ultrascale"], entries: BlockEntries | None = None,
+        stack: Stack = STACKS["ultrascale"],
     ):  # fmt: skip
         """`splits`: the schedule splits backward passes into I and W, so that linear layers are separate operations. `stack`:
-        the trainer. `entries`: block passes recorded by other stages of the same layout."""
+        the trainer."""
         layout, shape, self.stack = tally.layout, tally.shape, stack
-        self.ledger, self.tally, self.model, self.layout, self.shape, self.part = ledger, tally, model, layout, shape, part
+        self.model, self.layout, self.shape, self.part = model, layout, shape, part
         self.splits = splits
         work = self.work = StageWork(model, layout, shape, part, coordinates)
         self.is_ours = stack.name == "ultrascale"
-        self.shards = (WholeState if stays_whole(stack, layout) else Shards)(
+        shards = (WholeState if stays_whole(stack, layout) else Shards)(
             ledger,
             tally,
             work.buckets,
@@ -114,27 +90,18 @@ class StageReplay:
             has_experts=model.num_experts > 0,
             stack=stack,
         )
-        self._sizes = self.shards.sizes
-        self.gradients = StageGradients(ledger, work, self.shards, DTYPE_BYTES[layout.precision])
+        super().__init__(ledger, tally, shards, work.hidden_bytes)
+        self.gradients = StageGradients(ledger, work, shards, DTYPE_BYTES[layout.precision])
         self.in_flight: dict[int, MicroBatchState] = {}
         self.waiting: dict[int, list[DeferredGradient]] = {}
         self._now = MicroBatchState()
         positions = even_part(shape.local_length, layout.tp, coordinates.tp)[1]
-        self._sequence_shard_bytes = self.work.hidden_bytes * positions // shape.local_length
+        self._sequence_shard_bytes = self.hidden_bytes * positions // shape.local_length
         self._shares: dict[str, Allocation] = {}
         self._joined_gradients: list[Allocation] = []
         self._halves: dict[int, tuple[Op, Op]] = {}
-        self._known_drops: dict[Hashable, tuple[Any, list[list[str]]]] = {}
-        self._known_recomputation: dict[int, BlockRecompute | None] = {}
-        self._known_neighbours: dict[int, tuple[Any, ...]] = {}
-        self._known_last: dict[int, tuple[tuple[Op, ...], int, tuple[Op, ...]]] = {}
-        self._offload = OffloadReplay(ledger, layout, part.blocks, part.is_first)
-        plain = ledger.keeps_timeline or layout.offload_activations or work.per_bucket > 1
-        first = {(id(work.block(layer)), layout.block_recompute(layer)): layer for layer in reversed(part.layers)}
-        self._inner = frozenset[int]() if plain else frozenset(part.layers[:-1]) - {*first.values()}
-        self._entries: BlockEntries = {} if entries is None else entries
-        self._results: dict[Hashable, tuple[tuple[str, str, int], DeferredSnapshot | None]] = {}
-        """Result of a forward pass, or of I with its deferred gradients, by kind of block and bytes of its input."""
+        self._leaving: list[list[Allocation]] = []
+        """Tensors of each block that are on their way to the host."""
 
     def state(self) -> tuple[Hashable, ...]:
         """State that the next pass depends on: the buckets, and gradients that have not reached them."""
@@ -144,7 +111,7 @@ class StageReplay:
     def buckets_left_alone(self) -> Iterator[None]:
         """Context in which passes gather nothing and discard their weight gradients."""
         shards, gradients = self.shards, self.gradients
-        self.shards = cast(Shards, NoShards())
+        self.shards = cast(Shards, Nothing())
         self.gradients = StageGradients(self.ledger, self.work, self.shards, gradients.itemsize)
         try:
             yield
@@ -162,7 +129,7 @@ class StageReplay:
         ops = shared_work(model, shape, tuple(self.part.blocks))  # held by the operations that read it in the backward pass
         self._run(ops, now.shared, "activations", {result.name for op in ops for result in op.makes})
         for layer in self.part.layers:
-            hidden = self._pass_block(layer, hidden, None, None)
+            hidden = self._forward_block(layer, hidden)
         if self.part.is_last:
             self._forward_end(hidden)
         self.ledger.release_all(now.shared.values())
@@ -186,7 +153,7 @@ class StageReplay:
             assert gradient is not None
             hidden = gradient.retain()
         for layer in reversed(self.part.layers):
-            hidden = self._pass_block(layer, hidden, action, deferred)
+            hidden = self._backward_block(layer, hidden, action, deferred).pop("hidden")
         gradients = {"hidden": hidden}
         self._unwind(self._pop_tape(), gradients, None, deferred)
         shards.after_backward(shards.root, action)
@@ -217,91 +184,6 @@ class StageReplay:
         """All-gather a deferred GEMM's input or gradient over tp, for W."""
         self.tally.send("all_gather", self.layout.group("tp"), deferred.gathered_bytes)
         return self.ledger.take("temporary", "gathered for gradients of weights", deferred.gathered_bytes)
-
-    def _pass_block(
-        self, layer: int, incoming: Allocation, action: Action | None, deferred: list[DeferredGradient] | None
-    ) -> Allocation:
-        """Forward pass of a block, or with an `action` its backward pass. Blocks between the first of their kind (which holds
-        the tensors shared by all) and the last are replayed once in each state, then applied from the record."""
-
-        def replay() -> Allocation:
-            if action is None:
-                return self._forward_block(layer, incoming)
-            return self._backward_block(layer, incoming, action, deferred).pop("hidden")
-
-        if layer not in self._inner:
-            return replay()
-        tapes, incoming_fields = self._now.tapes, (incoming.category, incoming.label, incoming.num_bytes)
-        tape, is_off = None if action is None else tapes[-1], self.shards.root is None
-        neighbours, sizes, *kind = self._known_neighbours.get(layer) or self._find_neighbours(layer)
-        kind = *kind, incoming_fields, deferred is not None and incoming.holders
-        if is_off:
-            known = self._results.get(kind) if action is None or deferred is not None else None
-            if known is not None and not isinstance(tape, Tape | CheckpointedBlock):
-                return self._apply_recorded(layer, incoming, action, deferred, *known)
-            if isinstance(tape, RecordedBlock):
-                tapes[-1] = self._make_tape(layer, tape)
-            return replay()
-        ledger, tally, shards = self.ledger, self.tally, self.shards
-        before = shards.state(neighbours)
-        key = (
-            action and action._replace(stage=0, micro_batch=0, overlapped_with=None), kind, incoming.holders, before, sizes,
-            self.gradients.state(), len(self._shares), len(self._joined_gradients),
-        )  # fmt: skip
-        entry = self._entries.get(key)
-        if entry is None or isinstance(tape, Tape | CheckpointedBlock):  # a tape may hold tensors shared by all blocks
-            if isinstance(tape, RecordedBlock):
-                tapes[-1] = self._make_tape(layer, tape)
-            counted, holders, num_deferred = tally.counted(), incoming.holders, len(deferred or ())
-            with ledger.recording() as recorded:
-                result = replay()
-            result_fields = result.category, result.label, result.num_bytes
-            waiting = None if deferred is None else deferred_snapshot(deferred[num_deferred:], layer, incoming, holders)
-            if waiting is None and deferred is not None:
-                return result
-            if action is None or deferred is not None:
-                self._results[kind] = result_fields, waiting
-            if result.holders == 1 and (snapshot := shards.snapshot(before, neighbours)) is not None:
-                self._entries[key] = BlockEntry(recorded.effect(), tally.since(counted), result_fields, snapshot, waiting)
-            return result
-        ledger.apply(entry.effect)
-        tally.add(entry.counts)
-        shards.restore(entry.buckets_after, neighbours)
-        if action is None or deferred is not None:
-            self._results[kind] = entry.result, entry.waiting
-        return self._apply_recorded(layer, incoming, action, deferred, entry.result, entry.waiting)
-
-    def _find_neighbours(self, layer: int) -> tuple[Any, ...]:
-        """Buckets around a block, their sizes, and a key that is equal for equal blocks: operations and recomputation."""
-        neighbours = self.work.around(layer)
-        sizes = tuple(self._sizes[bucket] for bucket in neighbours)
-        known = self._known_neighbours[layer] = (
-            neighbours,
-            sizes,
-            id(self.work.block(layer)),
-            self.layout.block_recompute(layer),
-        )
-        return known
-
-    def _apply_recorded(
-        self, layer: int, incoming: Allocation, action: Action | None, deferred: list[DeferredGradient] | None,
-        result: tuple[str, str, int],
-        waiting: DeferredSnapshot | None,
-    ) -> Allocation:  # fmt: skip
-        """Finish a block's pass whose record is applied: update the tapes and deferred gradients, return the result."""
-        if action is None:
-            self._now.tapes.append(RecordedBlock((incoming.category, incoming.label, incoming.num_bytes)))
-        else:
-            self._now.tapes.pop()
-        if deferred is not None and waiting is not None:
-            deferred += waiting.of(layer, incoming)
-        return Allocation(*result)
-
-    def _make_tape(self, layer: int, recorded_block: RecordedBlock) -> Tape | CheckpointedBlock | RecordedBlock:
-        """Make the tape that an applied forward pass would have left; the ledger counts its bytes already."""
-        with self.ledger.unrecorded(), self.tally.unrecorded(), self.buckets_left_alone():
-            self.ledger.release(self._forward_block(layer, Allocation(*recorded_block.block_input)))
-        return self._now.tapes.pop()
 
     # Forward
 
@@ -364,130 +246,43 @@ class StageReplay:
             self._run(ops, live, "activations", leaves, layer=layer, saves=False, keep=keep, kept_names=kept_names)
             self._now.tapes.append(checkpoint)
         else:
-            recomputed = (
-                () if recomputation is None else regions(ops, recomputation.modules, as_megatron=recomputation.as_megatron)
-            )
+            recomputed = regions_of(ops, recomputation)
             self._now.tapes.append(self._run(ops, live, "activations", leaves, layer=layer, recomputed=recomputed))
         self.ledger.release(block_input)
-        tape = self._now.tapes[-1]
-        assert not isinstance(tape, RecordedBlock)
-        self._offload.offload(layer, tape, block_input, self._now.shared.values())
+        self._offload(layer, self._now.tapes[-1], block_input)
         if self.work.is_last(layer):
             self.shards.after_forward(bucket)
         return live.pop("hidden_out")
 
-    def _run(
-        self,
-        ops: tuple[Op, ...],
-        live: dict[str, Allocation],
-        category: str,
-        leaves: set[str],
-        *,
-        layer: int | None = None,
-        saves: bool = True,
-        keep: dict[str, Allocation] | None = None,
-        kept: dict[str, Allocation] | None = None,
-        kept_names: Collection[str] = (),
-        recomputed: Sequence[Region] = (),
-        is_recomputation: bool = False,
-    ) -> Tape:
-        """Run operations forward. `live`: live activations, each freed after its last reader unless in `leaves`. `keep`
-        collects the results that selective recomputation keeps; `kept`: those of the first run, reused. `recomputed`: regions
-        whose results are not saved, and whose inputs are kept instead. `is_recomputation`: inside a backward pass, where FSDP2
-        frees nothing and the caller counts FLOPs and messages."""
-        tape = Tape()
-        drops = self._drops(ops, recomputed, tuple(live), frozenset(leaves))
-        for region in recomputed:
-            tape.remade |= dict.fromkeys(region.drops, PendingRegion(region))
-        ends = {region.end: region for region in recomputed}
-        read_by_kept = (
-            set() if kept is None else {name for op in ops if op.reads and op.makes[0].name in kept for name in op.reads}
-        )
-        experts, first, last = self.work.experts(layer, ops)
-        for index, op in enumerate(ops):
-            if not is_recomputation:
-                self.tally.forward(op)
-            if experts is not None and index == first:
-                self.shards.before_forward(experts)
-            keeps = keep if keep is not None and op.makes[0].name in kept_names else None
-            adds_bias = (kept is not None or keeps is not None) and adds_bias_apart(op)
-            for result in op.makes:
-                if kept is not None and result.name in kept and not adds_bias:
-                    live[result.name] = kept.pop(result.name)
-                else:  # partial sums are not recomputed if their sum is kept
-                    num_bytes = 0 if result.name in read_by_kept and op.makes_partial_sums else result.num_bytes
-                    live[result.name] = self.ledger.take(category, op.kind, num_bytes)
-                if kept is not None and result.name in kept:  # kept without bias, which is added again
-                    self.ledger.release(kept.pop(result.name))
-                if keeps is not None and not adds_bias:
-                    keeps[result.name] = live[result.name].retain()
-            if op.kind == "attention" and (parts := self.tally.partial_result_bytes(op)):
-                if keeps is not None:  # results of single ring hops are kept, and merged again
-                    keeps[f"{op.name} parts"] = self.ledger.take(category, op.kind, parts)
-                elif kept is not None and f"{op.name} parts" in kept:
-                    self.ledger.release(kept.pop(f"{op.name} parts"))
-            self.ledger.touch(category, "scratch", op.scratch_bytes)
-            if keeps is not None and adds_bias:
-                keeps[op.makes[0].name] = self.ledger.take(category, op.kind, op.makes[0].num_bytes)
-            if saves:
-                tape.entries.append((op, self._save(op, live, tape.remade) if op.saves else []))
-            if (region := ends.get(op.name)) is not None:
-                reads = {name: live[name].retain() for name in region.reads if name in live and name not in tape.remade}
-                tape.remade[next(iter(region.drops))].reads |= reads
-            for name in drops[index]:
-                self.ledger.release(live.pop(name))
-            if experts is not None and index == last:
-                if is_recomputation:  # recomputation enters FSDP2 at the experts, which it then treats as the root
-                    self.shards.end_forward()
-                else:
-                    self.shards.after_forward(experts)
-        return tape
+    def _offload(self, layer: int, tape: Tape | CheckpointedBlock, block_input: Allocation) -> None:
+        """Start to offload a block's saved tensors, and free the earlier block's on the device
+        (`parallel.activations.offload`). Tensors that all blocks read stay on the device."""
+        blocks = self.part.blocks
+        if not self.layout.offload_activations or (self.layout.pp == 1 and layer == blocks[-1]):
+            return
+        is_checkpoint = isinstance(tape, CheckpointedBlock)
+        saved = list(tape.reads.values()) if is_checkpoint else [allocation for _, some in tape.entries for allocation in some]
+        stays = {id(tensor) for tensor in self._now.shared.values()}
+        stays |= {id(block_input)} if layer == blocks[0] and not self.part.is_first else set()
+        moving = {id(tensor): tensor for tensor in saved if id(tensor) not in stays and tensor.num_bytes >= OFFLOAD_FROM_BYTES}
+        tape.offloaded = list(moving.values())
+        for allocation in tape.offloaded:
+            self.ledger.copy_to_host(allocation)
+        self._leaving.append(tape.offloaded)
+        while len(self._leaving) >= OFFLOAD_RESIDENT:
+            for allocation in self._leaving.pop(0):
+                self.ledger.leave_device(allocation)
+
+    def _prefetch(self, *tapes: Tape | CheckpointedBlock) -> None:
+        """Bring the blocks' saved tensors back to the device, and cancel offloads still in progress."""
+        for tape in tapes:
+            for allocation in tape.offloaded:
+                self.ledger.bring_back(allocation)
+            self._leaving = [offloaded for offloaded in self._leaving if offloaded is not tape.offloaded]
 
     def _recomputation_of(self, layer: int) -> BlockRecompute | None:
         """Operations that block `layer` recomputes."""
-        if layer not in self._known_recomputation:
-            self._known_recomputation[layer] = recompute_in_stack(
-                self.stack, self.layout.block_recompute(layer), self.model, layer, self.layout
-            )
-        return self._known_recomputation[layer]
-
-    def _drops(
-        self, ops: tuple[Op, ...], recomputed: Sequence[Region], inputs: tuple[str, ...], leaves: frozenset[str]
-    ) -> list[list[str]]:
-        """Names to free after each operation: of `inputs` and results that no later operation reads, except `leaves`."""
-        key = id(ops), id(recomputed), inputs, leaves
-        if key not in self._known_drops:
-            last_reader, live = self._last_readers(ops, recomputed), dict.fromkeys(inputs)
-            drops = list[list[str]]()
-            for index, op in enumerate(ops):
-                live |= dict.fromkeys(result.name for result in op.makes)
-                drops.append([name for name in live if name not in leaves and last_reader.get(name, -1) <= index])
-                for name in drops[-1]:
-                    del live[name]
-            self._known_drops[key] = (ops, recomputed), drops
-        return self._known_drops[key][1]
-
-    def _last_readers(self, ops: tuple[Op, ...], recomputed: Sequence[Region]) -> dict[str, int]:
-        """Index of the last operation that reads each tensor, by name."""
-        last_reader = {name: index for index, op in enumerate(ops) for name in (*op.reads, *op.saves, *op.keeps_alive)}
-        places = {op.name: index for index, op in enumerate(ops)}
-        for region in recomputed:
-            end = places[region.end]
-            last_reader |= {name: max(end, last_reader.get(name, 0)) for name in region.reads}
-            last_reader |= {name: min(end, last_reader.get(name, end)) for name in region.hidden}  # local to the region
-        return last_reader
-
-    def _last_saving(self, ops: tuple[Op, ...]) -> tuple[int, tuple[Op, ...]]:
-        """Index of the last operation that saves a tensor, and the operations before it."""
-        if id(ops) not in self._known_last:
-            last = max(index for index, op in enumerate(ops) if op.saves)
-            self._known_last[id(ops)] = ops, last, ops[:last]
-        return self._known_last[id(ops)][1:]
-
-    def _save(self, op: Op, live: dict[str, Allocation], remade: Collection[str] = ()) -> list[Allocation]:
-        shared = self._now.shared  # the mask of a block's last operation is missing if recomputation does not run that again
-        saved = [live.get(name) or shared.get(name) for name in op.saves if name not in remade]
-        return [allocation.retain() for allocation in saved if allocation is not None]
+        return recompute_in_stack(self.stack, self.layout.block_recompute(layer), self.model, layer, self.layout)
 
     def _pop_tape(self) -> Tape:
         tape = self._now.tapes.pop()
@@ -502,8 +297,7 @@ class StageReplay:
         if self.work.is_last(layer):
             self.shards.before_backward(bucket)
         tape = self._now.tapes.pop()
-        assert not isinstance(tape, RecordedBlock)
-        self._offload.prefetch(tape, *(below for below in self._now.tapes[-1:] if not isinstance(below, RecordedBlock)))
+        self._prefetch(tape, *self._now.tapes[-1:])
         gradients = {"hidden_out": gradient}
         if isinstance(tape, CheckpointedBlock):
             remade = self._recompute(layer, tape)
@@ -518,69 +312,20 @@ class StageReplay:
     def _recompute(self, layer: int, checkpoint: CheckpointedBlock) -> Tape:
         """Recompute a block up to, not including, the last operation that saves a tensor: torch stops there."""
         ops = self.work.block(layer)
-        last, before = self._last_saving(ops)
         kept = None if self.layout.is_fully_recomputed(layer) else checkpoint.kept
         live = {name: allocation.retain() for name, allocation in checkpoint.reads.items()}
         if self.layout.is_fully_recomputed(layer) and self.work.cuts_input(layer):
             self.ledger.release(live["hidden"])
-            live["hidden"] = self.ledger.take("temporary", "gathered block inputs", self.work.hidden_bytes)
+            live["hidden"] = self.ledger.take("temporary", "gathered block inputs", self.hidden_bytes)
             self.tally.send("all_gather", self.layout.group("tp"), input_gather(self.model, self.shape).num_bytes)
-        tape = self._run(before, live, "temporary", set(ops[last].saves), layer=layer, kept=kept, is_recomputation=True)
         self._count_recomputation(layer, ops)
-        tape.entries += [(ops[last], self._save(ops[last], live)), *((op, []) for op in ops[last + 1 :])]
-        self.ledger.release_all(live.values())
-        return tape
+        return self._rerun(ops, live, kept, layer)
 
-    def _unwind(
-        self,
-        tape: Tape,
-        gradients: dict[str, Allocation],
-        layer: int | None,
-        deferred: list[DeferredGradient] | None,
-        action: Action | None = None,
-    ) -> None:
-        """Run the backward pass of a tape's operations, last first. `gradients`, by name: of results before the call, of inputs
-        after it."""
-        sizes = {a.name: a.num_bytes for op, _ in tape.entries for a in op.makes}
-        sizes |= dict.fromkeys(("hidden", "final", "coming"), self.work.hidden_bytes)
-        ops = tuple(op for op, _ in tape.entries)
-        experts, first, last = self.work.experts(layer, ops)
-        for index, (op, saved) in reversed(list(enumerate(tape.entries))):
-            if tape.remade and layer is not None and any(result.name in gradients for result in op.makes):
-                for name in op.saves:
-                    if name in tape.remade:
-                        self._recompute_region(tape, index, tape.remade[name], layer)
-            if experts is not None and index == last:
-                self.shards.before_backward(experts)
-            arrived = [gradients.pop(result.name) for result in op.makes if result.name in gradients]
-            if not arrived:
-                self.ledger.release_all(saved)
-                continue
-            self._backward_op(op, saved, arrived[0], gradients, sizes, layer, deferred)
-            self.ledger.release_all(arrived[1:])
-            if experts is not None and index == first:
-                assert action is not None
-                self.shards.after_backward(experts, action)
+    def _experts(self, layer: int | None, ops: Sequence[Op]) -> tuple[Bucket | None, int, int]:
+        return self.work.experts(layer, ops)
 
-    def _recompute_region(self, tape: Tape, index: int, waiting: PendingRegion, layer: int) -> None:
-        """Recompute a region of a block, for the operations of its tape up to `index` that save its results."""
-        region = waiting.region
-        for name in region.reads:
-            if name in tape.remade:
-                self._recompute_region(tape, index, tape.remade[name], layer)
-        for name in region.drops:
-            del tape.remade[name]
-        live = {name: allocation.retain() for name, allocation in waiting.reads.items()}
-        self._run(region.ops, live, "temporary", set(region.drops), layer=layer, saves=False, is_recomputation=True)
-        for op in region.ops:
-            self.tally.recompute(op)
-            if op.collectives:
-                self.tally.resend(op)
-        for op, saved in tape.entries[: index + 1]:
-            saved += [live[name].retain() for name in op.saves if name in region.drops]
-        for other in {id(entry): entry for entry in tape.remade.values()}.values():  # other regions read the results
-            other.reads |= {name: live[name].retain() for name in other.region.reads if name in region.drops}
-        self.ledger.release_all([*live.values(), *waiting.reads.values()])
+    def _shared(self) -> dict[str, Allocation]:
+        return self._now.shared
 
     def _backward_op(
         self,
@@ -594,13 +339,8 @@ class StageReplay:
     ) -> None:
         ledger, names = self.ledger, self.work.names(op.weights, layer) if op.weights else []
         joined = self.is_ours and reads_gathered(op) and not op.in_fp8  # one autograd node with the others of its input
-        if op.hands_on_saved:
-            leaving = {op.reads[0]: saved[0].retain()}
-        elif op.passes_gradient:
-            leaving = {name: arriving.retain() for name in op.reads}
-        else:
-            mine = [name for name in op.reads if not (joined and name in gradients)]  # the others are added in place
-            leaving = {name: ledger.take("temporary", "gradients of activations", sizes[name]) for name in mine}
+        separate = [name for name in op.reads if not (joined and name in gradients)]  # the others are added in place
+        leaving = self._input_gradients(op, separate, saved, arriving, sizes)
         scratch = op.backward_scratch_bytes
         self.tally.backward(op if deferred is None else self._of_input(op))
         if deferred is not None and is_row_sum(op):
@@ -624,7 +364,7 @@ class StageReplay:
             new = [(name, self.gradients.make(name)) for name in names]
         if joined:  # the node holds all incoming gradients until their sum is computed
             self._joined_gradients.append(arriving.retain())
-            scratch += gathered_scratch_bytes(self.shape, scratch) + self.work.hidden_bytes
+            scratch += gathered_scratch_bytes(self.shape, scratch) + self.hidden_bytes
         ledger.touch("temporary", "scratch", scratch)
         if op.kind == "gather":
             self.ledger.release_all(self._joined_gradients)
@@ -632,8 +372,7 @@ class StageReplay:
         self.ledger.release_all([arriving, *saved, *([] if share is None else [share])])
         for name, gradient in new:
             self.gradients.arrive(name, gradient)
-        for name, gradient in leaving.items():
-            gradients[name] = self._sum_gradients(gradients[name], gradient) if name in gradients else gradient
+        self._merge(gradients, leaving)
 
     def _count_recomputation(self, layer: int, ops: tuple[Op, ...]) -> None:
         """Count the FLOPs and messages of a block's recomputation."""
@@ -650,12 +389,3 @@ class StageReplay:
         if id(op) not in self._halves:
             self._halves[id(op)] = op, replace(op, collectives=sent_in_half(op, "input", self.shape))
         return self._halves[id(op)][1]
-
-    def _sum_gradients(self, existing: Allocation, gradient: Allocation) -> Allocation:
-        """Sum of two gradients: autograd adds in place, unless the existing one has another holder."""
-        if existing.holders > 1:
-            total = self.ledger.take("temporary", "gradients of activations", existing.num_bytes)
-            self.ledger.release(existing)
-            existing = total
-        self.ledger.release(gradient)
-        return existing

@@ -126,11 +126,6 @@ class StageWork:
     def bucket(self, layer: int) -> Bucket:
         return self.by_name[f"layers.{layer}.self_attn.o_proj.weight"][0]
 
-    def around(self, layer: int) -> list[Bucket]:
-        """Buckets of a block and the one before them, which is next in the backward pass. For one block per bucket."""
-        index = self.buckets.index(self.bucket(layer))
-        return self.buckets[index - 1 - (self.buckets[index - 1].label == "experts") : index + 1]
-
     def norm_bucket(self, layer: int) -> Bucket:
         return self.by_name[f"layers.{layer}.{PREDICTION_NORM}.weight"][0]
 

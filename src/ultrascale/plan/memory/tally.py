@@ -56,8 +56,8 @@ class Counts(NamedTuple):
 
     products: int
     attention: int
-    counts: dict[TrafficKey, int]
-    sizes: dict[TrafficKey, int]
+    counts: Counter[TrafficKey]
+    sizes: Counter[TrafficKey]
 
 
 @dataclass
@@ -89,24 +89,21 @@ class Tally:
 
     def counted(self) -> Counts:
         """All counts so far."""
-        return Counts(self.products, self.attention, dict(self.counts), dict(self.sizes))
+        return Counts(self.products, self.attention, self.counts.copy(), self.sizes.copy())
 
     def since(self, before: Counts) -> Counts:
         """Counts since `before`."""
-        counts, sizes = (
-            {key: now - then.get(key, 0) for key, now in these.items() if now != then.get(key, 0)}
-            for these, then in ((self.counts, before.counts), (self.sizes, before.sizes))
-        )
-        return Counts(self.products - before.products, self.attention - before.attention, counts, sizes)
+        return Counts(
+            self.products - before.products, self.attention - before.attention, self.counts - before.counts,
+            self.sizes - before.sizes,
+        )  # fmt: skip
 
     def add(self, more: Counts) -> None:
         """Add the counts `more` of a pass."""
         self.products += more.products
         self.attention += more.attention
-        for key, count in more.counts.items():
-            self.counts[key] += count
-        for key, num_bytes in more.sizes.items():
-            self.sizes[key] += num_bytes
+        self.counts.update(more.counts)
+        self.sizes.update(more.sizes)
 
     @contextmanager
     def unrecorded(self) -> Iterator[None]:
@@ -115,8 +112,7 @@ class Tally:
         try:
             yield
         finally:
-            self.products, self.attention = before.products, before.attention
-            self.counts, self.sizes = Counter(before.counts), Counter(before.sizes)
+            self.products, self.attention, self.counts, self.sizes = before
 
     def send(self, kind: str, group: tuple[int, int], num_bytes: int, count: int = 1) -> None:
         """Count `count` messages of `num_bytes` in total within `group` (size, stride); none in a group of one rank."""
@@ -127,21 +123,19 @@ class Tally:
 
     def forward(self, op: Op) -> None:
         """Count one forward pass of `op`."""
-        self._count(self._known["forward"].get(id(op)) or self._learn(op, "forward"))
+        self._count(self._pass(op, "forward"))
 
     def backward(self, op: Op) -> None:
         """Count the backward pass of `op`. GEMMs deferred to W are counted here too, their messages are not."""
-        self._count(self._known["backward"].get(id(op)) or self._learn(op, "backward"))
+        self._count(self._pass(op, "backward"))
 
     def recompute(self, op: Op) -> None:
         """Count the FLOPs of a forward pass of `op`, without its messages."""
-        known = self._known["forward"].get(id(op)) or self._learn(op, "forward")
-        self.products += known.products
-        self.attention += known.attention
+        self._count(self._pass(op, "forward")._replace(messages=[]))
 
     def resend(self, op: Op) -> None:
         """Count the messages of a forward pass of `op`, without its FLOPs."""
-        self.send_all(self._known["forward"].get(id(op)) or self._learn(op, "forward"))
+        self._count(self._pass(op, "forward")._replace(products=0, attention=0))
 
     def _count(self, known: Pass) -> None:
         self.products += known.products
@@ -155,7 +149,9 @@ class Tally:
             self.counts[key] += count
             self.sizes[key] += num_bytes
 
-    def _learn(self, op: Op, when: When) -> Pass:
+    def _pass(self, op: Op, when: When) -> Pass:
+        if known := self._known[when].get(id(op)):
+            return known
         flops = op.flops if when == "forward" else op.backward_flops
         is_attention = op.kind == "attention"
         messages = [self._message(op, item) for item in op.collectives if item.when == when]

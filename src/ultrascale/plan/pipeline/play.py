@@ -1,8 +1,7 @@
 """Simulation of pipeline schedules: start and end of every action, step time, idle time of each rank.
 
 An action starts when the previous action on its rank has ended and its inputs have arrived. The order depends on the schedule
-alone, so it is compiled once (`Program`, cached by name) and simulated with any durations: one case as plain floats, or many
-cases as columns.
+alone, so it is compiled once (`Program`, cached by name) and simulated with any durations, many cases at once as columns.
 
     end = max(end of the previous, end of its source + send) + seconds     messages overlap with compute
     end = max(end of the previous, end of its source) + send + seconds     `receives_block`: the receiver is blocked
@@ -102,8 +101,7 @@ def simulate(schedule: Schedule, seconds: StageSeconds) -> Timeline:
 
 def play(program: Program, seconds: StageSeconds) -> Timeline:
     """Simulate a compiled schedule with one case of durations."""
-    durations = duration_table(program, seconds)[program.codes, 0]
-    ends = np.array(_ends_of_case(program, durations, seconds))
+    durations, ends = duration_table(program, seconds)[program.codes, 0], play_many(program, seconds)[:, 0]
     return Timeline(
         schedule=program.schedule,
         start=[(ends[nodes] - durations[nodes]).tolist() for nodes in program.node_of],
@@ -140,23 +138,6 @@ def priced_board(program: Program, seconds: StageSeconds) -> Board:
         board.work += lags.max(axis=0)
     board.lags[:] = 0.0 if seconds.receives_block else lags
     return board
-
-
-def _ends_of_case(program: Program, durations: Floats, seconds: StageSeconds) -> list[float]:
-    """End times of every action for one case, in plain floats to avoid NumPy's cost per wave."""
-    send = _send_table(program, seconds)[program.borders, 0]
-    waits = np.zeros_like(send) if seconds.receives_block else send
-    work = durations + send.max(axis=1) if seconds.receives_block else durations
-    ends = [0.0] * (len(durations) + 1)
-    rows = zip(program.previous.tolist(), *program.sources.T.tolist(), *waits.T.tolist(), work.tolist(), strict=True)
-    for number, (previous, source, other, wait, other_wait, duration) in enumerate(rows):
-        start = ends[previous]
-        if (arrived := ends[source] + wait) > start:
-            start = arrived
-        if (arrived := ends[other] + other_wait) > start:
-            start = arrived
-        ends[number] = start + duration
-    return ends
 
 
 def duration_table(program: Program, seconds: StageSeconds) -> Floats:

@@ -26,7 +26,7 @@ from ultrascale.plan.constants import CONSTANTS, Constants
 from ultrascale.plan.costs.storage import checkpoint_share, read_seconds
 from ultrascale.plan.flops import hardware_flops_per_token, model_flops_per_token
 from ultrascale.plan.laws.collectives import collective_seconds
-from ultrascale.plan.laws.compute import optimizer_seconds
+from ultrascale.plan.laws.compute import elementwise_seconds
 from ultrascale.plan.laws.curves import steady
 from ultrascale.plan.layouts import PRECISIONS, SCHEDULE_NAMES, Bools, Column, Floats, LayoutTable, by_schedule
 from ultrascale.plan.memory.replay import MemoryPlan, rank_shape
@@ -348,12 +348,11 @@ def _optimizer(workload: Workload, table: LayoutTable, stages: Stages, constants
     of_gradients = stack.gradient_bytes * np.where((table.zero_stage <= 1) & stack.sums_whole_gradients, 4 * whole, reads)
     widths = MASTERS[table.precision] / 4  # a stack's bytes are those of runs with fp32 masters; of fp64 all are twice as wide
     num_bytes = widths * (local * per_parameter + unscaling + of_gradients).max(axis=0)
-    accelerator = workload.accelerator
-    seconds = optimizer_seconds(accelerator, num_bytes * constants.optimizer_passes)
+    seconds = elementwise_seconds(workload.accelerator, num_bytes * constants.optimizer_passes)
     if stack.optimizer == "muon":
         seconds = seconds + _matrix_exchange(workload, table, local.max(axis=0))
         flops = NEWTON_SCHULZ_FLOPS * workload.model.hidden_size * local.max(axis=0)
-        seconds = seconds + flops / (half_precision_peak(accelerator) * NEWTON_SCHULZ_EFFICIENCY)
+        seconds = seconds + flops / (half_precision_peak(workload.accelerator) * NEWTON_SCHULZ_EFFICIENCY)
     if not table.offload_optimizer.any():
         return seconds
     on_host = widths * offloaded_update(workload, local.max(axis=0), stages.layers.sum(axis=1).max(axis=0))

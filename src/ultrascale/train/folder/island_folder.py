@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from bisect import bisect_right
 from dataclasses import replace
 from itertools import accumulate
@@ -27,7 +26,7 @@ def island_folder(run: Run, island: int | None = None) -> Path:
 def _number(run: Run, island: int | None) -> int:
     if island is not None or run.islands.count == 1:
         return island or 0
-    return bisect_right([*accumulate(run.worlds)], env_rank(os.environ))
+    return bisect_right([*accumulate(run.worlds)], env_rank())
 
 
 def of_island(run: Run, island: int | None = None) -> Run:

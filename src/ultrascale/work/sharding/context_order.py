@@ -56,6 +56,16 @@ class View(NamedTuple):
     is_full: bool
     """True if every query in it sees every key in it."""
 
+    @property
+    def rows(self) -> int:
+        """Number of queries."""
+        return self.queries[1] - self.queries[0]
+
+    @property
+    def pairs(self) -> int:
+        """Number of pairs of a query and a key."""
+        return self.rows * (self.keys[1] - self.keys[0])
+
 
 @lru_cache(maxsize=4096)
 def ring_order(length: int, ring: int, document_starts: tuple[int, ...] = (0,)) -> tuple[Pieces, ...]:
@@ -156,20 +166,24 @@ def gathered_traffic(length: int, ring: int, place: int, window: int | None) -> 
 @lru_cache(maxsize=1024)
 def pairs_worked_on(length: int, ring: int, place: int, window: int | None) -> int:
     """Number of pairs of queries of `place` and keys that kernels compute, including those masked by causality or a window."""
-    order = ring_order(length, ring)
-    slots = num_slots(order[place])
-    pairs = slots * slots if window is None else _pairs(views(order[place], order[place], window))
-    return pairs + sum(_pairs(views(order[place], keys, window)) for keys in (*order[:place], *order[place + 1 :]))
+    local, remote = _views_of_place(length, ring, place, window)
+    slots = num_slots(ring_order(length, ring)[place])
+    return (slots * slots if window is None else sum(view.pairs for view in local)) + sum(view.pairs for view in remote)
 
 
 @lru_cache(maxsize=1024)
 def rows_made(length: int, ring: int, place: int, window: int | None) -> int:
     """Result rows that `place` computes for its queries, hop by hop, before they are merged into one per query."""
+    local, remote = _views_of_place(length, ring, place, window)
+    slots = num_slots(ring_order(length, ring)[place])
+    return (slots if window is None else sum(view.rows for view in local)) + sum(view.rows for view in remote)
+
+
+def _views_of_place(length: int, ring: int, place: int, window: int | None) -> tuple[list[View], list[View]]:
+    """Views that the queries of `place` have of its own keys, and of those of all other places."""
     order = ring_order(length, ring)
-    remote_views = [view for keys in (*order[:place], *order[place + 1 :]) for view in views(order[place], keys, window)]
-    slots = num_slots(order[place])
-    at_home = slots if window is None else sum(v.queries[1] - v.queries[0] for v in views(order[place], order[place], window))
-    return at_home + sum(view.queries[1] - view.queries[0] for view in remote_views)
+    local, *remote = (views(order[place], keys, window) for keys in (order[place], *order[:place], *order[place + 1 :]))
+    return local, [view for of_keys in remote for view in of_keys]
 
 
 class Masks(NamedTuple):
@@ -217,15 +231,10 @@ def _span_of_some(ranges: Sequence[tuple[int, int]]) -> tuple[int, int]:
     return span([bounds for bounds in ranges if bounds != _NOTHING])
 
 
-def _pairs(visible: Sequence[View]) -> int:
-    return sum((view.queries[1] - view.queries[0]) * (view.keys[1] - view.keys[0]) for view in visible)
-
-
 def hull(parts: Sequence[View]) -> View:
     """Smallest rectangle around all of `parts`, which do not overlap."""
-    queries, keys = span([p.queries for p in parts]), span([p.keys for p in parts])
-    area = sum((p.queries[1] - p.queries[0]) * (p.keys[1] - p.keys[0]) for p in parts if p.is_full)
-    return View(queries, keys, area == (queries[1] - queries[0]) * (keys[1] - keys[0]))
+    around = View(span([p.queries for p in parts]), span([p.keys for p in parts]), False)
+    return around._replace(is_full=around.pairs == sum(part.pairs for part in parts if part.is_full))
 
 
 def span(ranges: Sequence[tuple[int, int]]) -> tuple[int, int]:
