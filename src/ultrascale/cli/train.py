@@ -132,10 +132,11 @@ def _train(
         schedule_of(resolved.layout, num_micro_batches(resolved.layout, resolved.batch.sequences_per_batch))
     flags = _flags(allow_changes, ignore_memory, leave_by)
     if "WORLD_SIZE" in os.environ or (resolved.num_processes == 1 and island is None):
-        from ultrascale.train.worker import train_or_explain
+        from ultrascale.train.loop import train
+        from ultrascale.train.worker import run_or_explain
 
-        code = train_or_explain(
-            resolved, allow_changes=allow_changes, ignore_memory=ignore_memory, leave_by=leave_by, island=island
+        code = run_or_explain(
+            lambda: train(resolved, allow_changes=allow_changes, ignore_memory=ignore_memory, leave_by=leave_by, island=island)
         )
     elif resolved.islands.quorum and resolved.islands.count > 1 and island is None:
         code = launch_islands(to_toml(resolved), resolved, (*flags, "--max-restarts", str(max_restarts)))
