@@ -98,6 +98,9 @@ class StepResult(NamedTuple):
 class Observer:
     """Observer of steps. Every method does nothing unless a subclass overrides it. All ranks have the same observers."""
 
+    def __init__(self, trainer: Trainer):
+        self.trainer = trainer
+
     def around(self, step: Step, play: Callable[[], None]) -> None:
         """Call `play`, which runs the passes, reduces gradients into the parameters, and fills this rank's `step.sums`."""
         play()

@@ -100,7 +100,7 @@ class Trainer:
     def _observers(self) -> list[Observer]:
         """Observers that this run asks for; fp16's loss scale first, since an overflow is not an anomaly."""
         run, share = self.run, self.share
-        kinds: list[tuple[bool, Callable[[Trainer], Observer]]] = [
+        kinds: list[tuple[bool, type[Observer]]] = [
             (self.loss_scale is not None, LossScaling),
             (True, RefusedSteps),
             (self.noise_scale is not None, NoiseMeasured),
