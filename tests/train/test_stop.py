@@ -30,7 +30,7 @@ from ultrascale.checkpoint import CheckpointError
 from ultrascale.description.layout import Layout
 from ultrascale.description.problems import SpecError
 from ultrascale.models.decoder import Block
-from ultrascale.models.feed_forward import GatedMLP
+from ultrascale.models.feed_forward import MLP
 from ultrascale.train.loop import train
 from ultrascale.train.observers.anomalies import NonFiniteError
 from ultrascale.train.trainer import Trainer
@@ -84,7 +84,7 @@ def make_loss_nan(trainer: Trainer) -> None:
 
 def make_gradient_infinite(trainer: Trainer) -> None:
     """In the backward pass of the second block, from here on."""
-    projection = cast(GatedMLP, cast(Block, trainer.decoder.layers["1"]).mlp).down_proj
+    projection = cast(MLP, cast(Block, trainer.decoder.layers["1"]).mlp).down_proj
     projection.register_forward_hook(lambda module, inputs, output: output.register_hook(lambda g: g * float("inf")) and None)
 
 
