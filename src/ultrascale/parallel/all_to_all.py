@@ -33,6 +33,7 @@ from torch.autograd.function import once_differentiable
 from torch.library import custom_op
 
 from ultrascale.kernels.choice.device_kind import is_cuda
+from ultrascale.kernels.wide import wide_dtype
 from ultrascale.parallel.lost import waiting
 from ultrascale.torch_private import group_named
 
@@ -115,7 +116,7 @@ def sum_rows(rows: Tensor, lengths: list[int], group: str) -> Tensor:
     parts = rows.new_empty(ranks.size(), local_length, *rows.shape[1:])
     with waiting("a sum of rows of tokens", ranks):
         dist.all_to_all_single(parts.flatten(0, 1), rows.contiguous(), [local_length] * ranks.size(), lengths, group=ranks)
-    total = parts[0].to(torch.promote_types(rows.dtype, torch.float32), copy=True)
+    total = parts[0].to(wide_dtype(rows), copy=True)
     for number in range(1, len(parts)):
         total += parts[number]
     del parts  # before the sum is rounded

@@ -27,6 +27,7 @@ from torch.nn import functional as F
 from ultrascale.kernels.attention.attention_with_lse import attend, attend_backward, hidden_score
 from ultrascale.kernels.attention.flash_packages import flash_backward, flash_forward
 from ultrascale.kernels.choice.device_kind import is_cuda
+from ultrascale.kernels.wide import wide_dtype
 from ultrascale.work.ops import HEAD_DIM_MULTIPLE
 
 ENDS_MULTIPLE = 64
@@ -192,7 +193,7 @@ def _attend_by_document(
 ) -> tuple[Tensor, Tensor]:
     batch, length, heads = query.shape[:3]
     out = query.new_empty(batch, length, heads, value.shape[-1])
-    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    wide = wide_dtype(query)
     lse = query.new_empty(heads, batch, length, dtype=wide)
     for row, part in _documents(ends, length):
         q, k, v = _heads_first(query[row, part], key[row, part], value[row, part])

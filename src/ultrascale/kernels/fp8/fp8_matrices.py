@@ -21,6 +21,7 @@ from torch.library import custom_op
 from torch.nn import functional as F
 
 from ultrascale.kernels.choice.device_kind import is_cuda
+from ultrascale.kernels.wide import at_least_fp32
 from ultrascale.torch_private import scaled_mm
 
 Scaling = Literal["row", "tensor"]
@@ -66,7 +67,7 @@ def narrow_all(
 def largest_of(wide: Tensor, scaling: Scaling) -> Tensor:
     """Amax of each row, [rows, 1], or of the matrix, [1, 1]; fp32 or wider. Makes no copy of the matrix."""
     least, most = wide.aminmax(dim=1, keepdim=True) if scaling == "row" else (extreme.view(1, 1) for extreme in wide.aminmax())
-    return _at_least_fp32(torch.maximum(-least, most))
+    return at_least_fp32(torch.maximum(-least, most))
 
 
 def _narrow(wide: Tensor, largest: Tensor, dtype: torch.dtype) -> Narrow:
@@ -157,10 +158,6 @@ def transposed(matrix: Narrow, scaling: Scaling) -> Narrow:
 def transposed_scale(matrix: Narrow, scaling: Scaling) -> Tensor:
     """Scale of `transposed`."""
     return torch.ones_like(matrix.scale[:1]).expand(matrix.values.shape[-1], 1) if scaling == "row" else matrix.scale
-
-
-def _at_least_fp32(wide: Tensor) -> Tensor:
-    return wide if wide.dtype == torch.float64 else wide.float()
 
 
 def _runs_native(left: Tensor, right: Tensor, dtype: torch.dtype) -> bool:

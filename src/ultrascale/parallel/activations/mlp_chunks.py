@@ -25,6 +25,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 
 from ultrascale.description.layout import Layout
+from ultrascale.kernels.wide import wide_dtype
 from ultrascale.models.decoder import Decoder
 from ultrascale.models.feed_forward import MLP, activate
 
@@ -63,7 +64,7 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         hidden, *parameters = ctx.saved_tensors
         weights, biases = parameters[: ctx.count], parameters[ctx.count :]
-        sums = [None if tensor is None else tensor.new_zeros(tensor.shape, dtype=_wide(tensor.dtype)) for tensor in parameters]
+        sums = [None if tensor is None else tensor.new_zeros(tensor.shape, dtype=wide_dtype(tensor)) for tensor in parameters]
         rows, grad = hidden.flatten(0, -2), grads[0].flatten(0, -2)
         of_rows = torch.empty_like(rows)
         layer = _Layer(ctx.activation, weights, biases, sums[: ctx.count], sums[ctx.count :])
@@ -121,7 +122,3 @@ def _add_product(of_weight: Any, of_bias: Tensor | None, of_result: Tensor, inpu
         of_weight.add_(torch.mm(of_result.t(), inputs))
     if of_bias is not None:
         of_bias.add_(of_result.sum(0))
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)

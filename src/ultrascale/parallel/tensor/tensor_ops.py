@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.library import custom_op
 from torch.nn import functional as F
 
+from ultrascale.kernels.wide import at_least_fp32
 from ultrascale.parallel.tensor.tensor_overlap import gathered_products, overlaps, scattered_product
 from ultrascale.parallel.tensor.tensor_traffic import all_gather_sequence, all_reduce, reduce_scatter_sequence
 from ultrascale.torch_private import group_named
@@ -267,7 +268,7 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, group: str, size: int, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
+        wide = at_least_fp32(x)
         squares = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()  # [B, S, 1]
         inverse_rms = summed(squares, group, 0).div(size * x.shape[-1]).add_(eps).rsqrt_()  # recomputation keeps the sum
         ctx.save_for_backward(x, weight, inverse_rms)
@@ -277,7 +278,7 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, inverse_rms = ctx.saved_tensors
-        grad, wide = (tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float() for tensor in (grads[0], x))
+        grad, wide = at_least_fp32(grads[0]), at_least_fp32(x)
         normed = wide * inverse_rms
         grad_weight = (grad * normed).flatten(0, -2).sum(0).to(weight.dtype)
         grad_normed = grad * weight
