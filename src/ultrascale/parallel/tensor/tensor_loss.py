@@ -28,12 +28,7 @@ from ultrascale.kernels.choice.device_kind import is_cuda, kind_of
 from ultrascale.kernels.loss.cross_entropy_columns import IGNORED, compiled_once, loss_by_columns
 from ultrascale.kernels.wide import wide_dtype
 from ultrascale.parallel.tensor.tensor_ops import TensorParallel
-from ultrascale.parallel.tensor.tensor_traffic import (
-    all_gather_sequence,
-    all_gather_stacked,
-    all_reduce,
-    reduce_scatter_sequence,
-)
+from ultrascale.parallel.tensor.tensor_traffic import all_gather_sequence, all_gather_stacked, sum_sequence
 from ultrascale.torch_private import assert_on_device
 from ultrascale.work.sharding.places import even_part
 from ultrascale.work.work import chunk_rows, slab_columns
@@ -106,7 +101,7 @@ class _Loss(torch.autograd.Function):
         if grad_hidden is None or grad_weight is None:
             return loss
         grad_hidden = grad_hidden.view_as(whole)
-        summed = reduce_scatter_sequence(grad_hidden, tp.group) if tp.length else all_reduce(grad_hidden, tp.group)
+        summed = sum_sequence(grad_hidden, tp.length, tp.group)
         narrow = grad_weight.to(weight.dtype)
         ctx.save_for_backward(summed(), narrow)
         return loss
