@@ -396,7 +396,7 @@ class RunStore(LoopObserver):
 
 
 def put_export(store: Store, folder: Path) -> None:
-    """Upload every file of an exported folder and its subfolders; `config.json`, which readers look for first, is uploaded last."""
+    """Upload every file of an exported folder; `config.json`, which readers look for first, comes last."""
     files = sorted((path for path in folder.rglob("*") if path.is_file()), key=lambda path: (path.name == "config.json", path))
     for path in files:
         store.write_file(f"export/{path.relative_to(folder).as_posix()}", path)
