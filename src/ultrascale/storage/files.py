@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
+from ultrascale.output_file import make_durable
 from ultrascale.storage.errors import ConflictError, MissingError, StorageError
 from ultrascale.storage.store import Block, Store, Stored, Version
 
@@ -72,7 +73,7 @@ class FileStore(Store):
             if (None if now is None else _version(now)) != replacing:
                 raise ConflictError(f"{self.where(key)} was written by somebody else.")
             os.replace(partial, self._path(key))
-            _sync(self._path(key).parent)
+            make_durable(self._path(key).parent)
         return _version(data)
 
     def names(self, prefix: str) -> tuple[list[Stored], list[str]]:
@@ -147,14 +148,6 @@ def _written(path: Path, data: bytes | memoryview) -> Path:
         file.flush()
         os.fsync(file.fileno())
     return path
-
-
-def _sync(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _stored(facts: os.stat_result, key: str) -> Stored:

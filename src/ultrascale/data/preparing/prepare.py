@@ -25,7 +25,6 @@ from ultrascale.data.files import (
     DataCommandError,
     DataError,
     SeveralDataErrors,
-    make_names_durable,
     read_json,
     write_json,
     write_whole,
@@ -41,6 +40,7 @@ from ultrascale.data.reading.inputs import InputFile, Part, cut_shards, find_fil
 from ultrascale.data.tokenizer import tokenizer_facts, train_tokenizer, vocabulary_problem
 from ultrascale.description.units import count_of
 from ultrascale.failpoints import failpoint
+from ultrascale.output_file import make_durable
 from ultrascale.storage import url_of
 from ultrascale.storage.location import obstacle
 
@@ -376,7 +376,7 @@ def _conclude(
         if folder != folders[0]:
             write_whole(folder / TOKENIZER, (folders[0] / TOKENIZER).read_bytes())
         with writing(folder):
-            make_names_durable(folder)
+            make_durable(folder)
         failpoint("prepare.durable")
         save_manifest(manifest, folder)
         failpoint("prepare.manifest")

@@ -12,6 +12,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from ultrascale.description.problems import Problem, SpecError
+from ultrascale.output_file import make_durable
 
 
 class FolderError(RuntimeError):
@@ -40,8 +41,8 @@ def fill_folder(
         yield partial
         for file in partial.iterdir():
             file.chmod(partial.stat().st_mode & 0o666)  # safetensors writes 0600, whatever the umask
-            _sync(file)
-        _sync(partial)
+            make_durable(file)
+        make_durable(partial)
         _publish(partial, folder, is_ours)
     except (OSError, SafetensorError) as error:
         remedy = "Nothing was left behind. Free space, or choose another folder."
@@ -116,7 +117,7 @@ def _publish(partial: Path, folder: Path, is_ours: Callable[[str], bool]) -> Non
         if replaces:
             aside.rename(folder)
         raise
-    _sync(folder.parent)
+    make_durable(folder.parent)
     if replaces:
         _remove(aside, is_ours)
 
@@ -128,11 +129,3 @@ def _remove(aside: Path, is_ours: Callable[[str], bool]) -> None:
             file.unlink()
     if not any(aside.iterdir()):
         aside.rmdir()
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
