@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import os
 import shutil
 import uuid
@@ -34,7 +33,7 @@ class FileStore(Store):
 
     def read_version(self, key: str) -> tuple[bytes, Version]:
         data = self.read(key)
-        return data, _version(data)
+        return data, Version.of(data)
 
     def read_range(self, key: str, begin: int, end: int) -> bytes:
         with self._naming_errors(key, "read"), open(self._path(key), "rb") as file:
@@ -69,12 +68,12 @@ class FileStore(Store):
             except MissingError:
                 now = None
             if now == data:
-                return _version(data)
-            if (None if now is None else _version(now)) != replacing:
+                return Version.of(data)
+            if (None if now is None else Version.of(now)) != replacing:
                 raise ConflictError(f"{self.where(key)} was written by somebody else.")
             os.replace(partial, self._path(key))
             make_durable(self._path(key).parent)
-        return _version(data)
+        return Version.of(data)
 
     def names(self, prefix: str) -> tuple[list[Stored], list[str]]:
         objects, folders = [], []
@@ -152,10 +151,6 @@ def _written(path: Path, data: bytes | memoryview) -> Path:
 
 def _stored(facts: os.stat_result, key: str) -> Stored:
     return Stored(key, facts.st_size, str(facts.st_mtime_ns))
-
-
-def _version(data: bytes) -> Version:
-    return Version(hashlib.sha256(data).hexdigest())
 
 
 def _is_internal(name: str) -> bool:

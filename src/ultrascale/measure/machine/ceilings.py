@@ -15,6 +15,7 @@ import torch
 from ultrascale.catalogue.cluster import Accelerator, parse_cluster
 from ultrascale.catalogue.machines import ACCELERATORS
 from ultrascale.description.layout import Precision
+from ultrascale.description.units import count_of
 from ultrascale.parallel.precision.mixed_precision import TORCH_DTYPE
 
 PEAK_FILE = ".peak.json"
@@ -102,7 +103,7 @@ def peak_flops(cluster: str, precision: Precision, device: torch.device) -> Peak
         return Peak(accelerator.peak_flops_per_second(known), f"the {known} peak of {accelerator.title}{note}")
     measured = "bf16" if precision == "fp8" else precision  # where fp8 has no peak of its own its products are in wider formats
     ceiling = measure_matmul_ceiling(measured, device)
-    origin = f"a large {measured} matrix product here, {_counted(ceiling.threads, 'thread')}{note}"
+    origin = f"a large {measured} matrix product here, {count_of(ceiling.threads, 'thread')}{note}"
     return Peak(ceiling.flops_per_second, origin, ceiling)
 
 
@@ -154,10 +155,6 @@ def _stored_ceiling(file: Path) -> MatmulCeiling | None:
         return MatmulCeiling(**json.loads(file.read_text()))
     except (OSError, ValueError, TypeError):  # not there yet, cut short, or of another version
         return None
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def _cpu_model() -> str | None:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ultrascale.kernels.fp8 import fp8_matrices as fp8
-from ultrascale.measure.memory import LiveMemory
+from ultrascale.measure.memory import LiveMemory, storage_of
 from ultrascale.parallel import all_to_all
 from ultrascale.parallel.activations import recompute
 from ultrascale.parallel.activations.host_memory import is_on_host
@@ -225,10 +225,6 @@ class Storages(LiveMemory):
                     self._block = ""
 
                 self._undo += [block.register_forward_pre_hook(enter).remove, block.register_forward_hook(leave).remove]
-
-
-def storage_of(tensor: Tensor) -> torch.UntypedStorage:
-    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).untyped_storage()
 
 
 _aten = torch.ops.aten
