@@ -28,7 +28,7 @@ from torch.nn import functional as F
 
 from ultrascale.kernels.choice.device_kind import is_cuda, kind_of
 from ultrascale.kernels.choice.implementation import form_of
-from ultrascale.kernels.loss.cross_entropy_columns import IGNORED, compiled_once, loss_by_columns
+from ultrascale.kernels.loss.cross_entropy_columns import IGNORED, KeptGradients, compiled_once, loss_by_columns
 from ultrascale.kernels.wide import wide_dtype
 from ultrascale.torch_private import assert_on_device
 from ultrascale.work.work import chunk_rows, slab_columns
@@ -52,7 +52,7 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, *, com
     return _LinearCrossEntropy.apply(hidden, weight, targets, with_gradients, fused)  # pyright: ignore[reportReturnType]
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
+class _LinearCrossEntropy(KeptGradients):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, with_gradients: bool, fused: bool) -> Tensor:
         with_gradients = with_gradients and any(ctx.needs_input_grad)
@@ -72,11 +72,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
         loss = sweep(hidden, weight, targets, grad_hidden, grad_weight)
         ctx.save_for_backward(grad_hidden, grad_weight.to(weight.dtype))
         return loss
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad_hidden, grad_weight = ctx.saved_tensors
-        return grad_hidden.mul_(grads[0]), grad_weight.mul_(grads[0]), None, None, None
 
 
 class _Buffers:

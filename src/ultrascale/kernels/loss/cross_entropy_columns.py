@@ -30,6 +30,15 @@ GatherTerms = Callable[[Tensor], Tensor]
 """Function from a rank's [N, 2] (log-sum-exp, the target's logit or 0) to those of all ranks, [ranks, N, 2]."""
 
 
+class KeptGradients(torch.autograd.Function):
+    """A loss whose forward pass saves the gradients of hidden and weight."""
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad_hidden, grad_weight = ctx.saved_tensors
+        return grad_hidden.mul_(grads[0]), grad_weight.mul_(grads[0]), *([None] * (len(ctx.needs_input_grad) - 2))
+
+
 class LossAndGradients(NamedTuple):
     """The summed loss and, if requested, its gradients: of hidden [N, D] and of weight [V, D]."""
 

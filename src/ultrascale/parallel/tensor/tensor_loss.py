@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ultrascale.kernels.choice.device_kind import is_cuda, kind_of
-from ultrascale.kernels.loss.cross_entropy_columns import IGNORED, compiled_once, loss_by_columns
+from ultrascale.kernels.loss.cross_entropy_columns import IGNORED, KeptGradients, compiled_once, loss_by_columns
 from ultrascale.kernels.wide import wide_dtype
 from ultrascale.parallel.tensor.tensor_ops import TensorParallel
 from ultrascale.parallel.tensor.tensor_traffic import all_gather_sequence, all_gather_stacked, sum_sequence
@@ -81,7 +81,7 @@ def _expect_inside(ids: Tensor, vocab_size: int, what: str) -> None:
             raise IndexError(f"{what} is {wrong}, outside the vocabulary of {vocab_size}")
 
 
-class _Loss(torch.autograd.Function):
+class _Loss(KeptGradients):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, first: int, chunk: Chunk, tp: TensorParallel, fused: bool
@@ -105,11 +105,6 @@ class _Loss(torch.autograd.Function):
         narrow = grad_weight.to(weight.dtype)
         ctx.save_for_backward(summed(), narrow)
         return loss
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad_hidden, grad_weight = ctx.saved_tensors
-        return grad_hidden.mul_(grads[0]), grad_weight.mul_(grads[0]), None, None, None, None, None
 
 
 def _sweep(
