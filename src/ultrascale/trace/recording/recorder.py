@@ -241,8 +241,8 @@ class TraceError(RuntimeError):
 class Recorder(Storages):
     """Records operations, messages and FLOPs while it is entered, and storages from `watch` on."""
 
-    def __init__(self, trace: RankTrace, *, is_real: bool = False, stream_name: Callable[[], str] = lambda: "compute"):
-        super().__init__(trace, is_real=is_real, stream_name=stream_name)
+    def __init__(self, trace: RankTrace, **options: Any):
+        super().__init__(trace, **options)
         self._handlers: dict[Any, Handler] = {}
         self._known: dict[Any, Any] = {}
         self._flops_of: dict[Any, int] = {}
