@@ -24,33 +24,26 @@ def order_by_expert(counts: Tensor, num_rows: int) -> Tensor:
 
 def reorder(rows: Tensor, order: Tensor) -> Tensor:
     """Permute rows [R, D]: row i of the result is row `order[i]`."""
-    return _Reorder.apply(rows, order)  # pyright: ignore[reportReturnType]
+    return _Permuted.apply(rows, order, False)  # pyright: ignore[reportReturnType]
 
 
 def put_back(rows: Tensor, order: Tensor) -> Tensor:
     """Inverse of `reorder`: row `order[i]` of the result is row i."""
-    return _PutBack.apply(rows, order)  # pyright: ignore[reportReturnType]
+    return _Permuted.apply(rows, order, True)  # pyright: ignore[reportReturnType]
 
 
-class _Reorder(torch.autograd.Function):
+class _Permuted(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, order: Tensor, back: bool) -> Tensor:
         ctx.save_for_backward(order)
-        return rows.index_select(0, order)
+        ctx.back = back
+        return _permuted(rows, order, back)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return torch.empty_like(grad).index_copy_(0, ctx.saved_tensors[0], grad), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _permuted(grad, ctx.saved_tensors[0], not ctx.back), None, None
 
 
-class _PutBack(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor) -> Tensor:
-        ctx.save_for_backward(order)
-        return torch.empty_like(rows).index_copy_(0, order, rows)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.index_select(0, ctx.saved_tensors[0]), None
+def _permuted(rows: Tensor, order: Tensor, back: bool) -> Tensor:
+    return torch.empty_like(rows).index_copy_(0, order, rows) if back else rows.index_select(0, order)

@@ -120,11 +120,6 @@ class RankTrace:
         later = [mark.tick for mark in self.marks if mark.step > step and mark.phase != "between"]
         return min(starts, default=0), min(later, default=self.ticks + 1)
 
-    def last_before(self, step: int, phase: str) -> int:
-        """Index of the last change before a phase of a step begins."""
-        tick = next(mark.tick for mark in self.marks if (mark.step, mark.phase) == (step, phase))
-        return max(index for index, (changed_at, _, _) in enumerate(self.changes) if changed_at <= tick)
-
     def alive_at(self, index: int) -> list[tuple[Block, int]]:
         """Storages live after a change, with their category at that time, and their bytes; the largest first."""
         sizes: Counter[int] = Counter()
