@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -96,11 +97,8 @@ def _(
 
 
 @scaled_columns_backward.register_fake
-def _(
-    along: list[Tensor], along_scales: list[Tensor], matrices: list[Tensor], scales: list[Tensor],
-    across: list[Tensor], across_scales: list[Tensor], values: Tensor, scale: Tensor,
-    group: str, length: int, dtype: torch.dtype,
-) -> list[Tensor]:  # fmt: skip
+def _(*factors: Any) -> list[Tensor]:
+    across, _, values, *_, dtype = factors[4:]
     return [values.new_empty(size, dtype=dtype) for size in (values.shape, *((len(grad), values.shape[-1]) for grad in across))]
 
 
