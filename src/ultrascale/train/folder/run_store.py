@@ -292,8 +292,7 @@ class RunStore(LoopObserver):
     def after_step(self, session: Session, done: StepDone) -> None:
         """Log messages of uploads since the last step."""
         lines, self._lines = self._lines, []
-        for line in lines:
-            session.metrics.line(line)
+        session.metrics.lines(lines)
 
     def ended(self, session: Session, outcome: Outcome) -> None:
         """Ensure that the last checkpoint is in the store. Collective; raises CheckpointError."""

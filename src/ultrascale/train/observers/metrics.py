@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
@@ -53,7 +53,7 @@ class Metrics:
         """Record the values of the `step`th step of the run. `tables` are stored with them, but not sent to trackers."""
         known = {key: value for key, value in values.items() if value is not None}
         self._append(self.folder.metrics.name, metric_line(step, {"time": time.time(), **known, **(tables or {})}))
-        self._print_lines(self.follower.lines() if self.follower is not None else [])
+        self.lines(self.follower.lines() if self.follower is not None else [])
 
     def event(self, kind: str, **facts: Any) -> None:
         """Add a row to events.jsonl."""
@@ -89,10 +89,10 @@ class Metrics:
     def close(self) -> None:
         """Remove the bar from the terminal and let trackers finish."""
         self._stop_bar()
-        self._print_lines(self.follower.close() if self.follower is not None else [])
+        self.lines(self.follower.close() if self.follower is not None else [])
 
-    def _print_lines(self, texts: Sequence[str]) -> None:
-        """Print the trackers' messages."""
+    def lines(self, texts: Iterable[str]) -> None:
+        """Print and log lines."""
         for text in texts:
             self.line(text)
 

@@ -154,8 +154,7 @@ class Performance(LoopObserver):
         self._watching.close()
         self.memory = None
         self.metrics.report("memory.json", document("memory", report))
-        for row in rows:
-            self.metrics.line(_memory_line(row))
+        self.metrics.lines(map(_memory_line, rows))
 
     def _plan(self, sequences_per_batch: int, *, steps: int = 1, keeps_timeline: bool = False) -> MemoryPlan:
         device = "cuda" if self.ranks.device.type == "cuda" else "cpu"

@@ -139,18 +139,15 @@ def _write_start(trainer: Trainer, folder: RunFolder, metrics: Metrics, newest: 
     damaged = [rejected.folder.name for rejected in newest.rejected]
     ranks = {"world": trainer.ranks.world, "layout": _layout_words(run.layout)}
     metrics.event("start", step=trainer.steps_done, **ranks, checkpoint=resumed, damaged=damaged)
-    for note in (*run_notes(run), *grace_notes(run, os.environ)):
-        metrics.line(f"note: {note}")
+    metrics.lines(f"note: {note}" for note in (*run_notes(run), *grace_notes(run, os.environ)))
     for rescued in folder.rescued() if newest.folder is None else ():
         metrics.line(f"note: starting anew, though {rescued} holds what was saved when a folder at {folder.path} was lost")
-    for line in lines:
-        metrics.line(line)
+    metrics.lines(lines)
     for rejected in newest.rejected:
         metrics.line(f"damaged checkpoint passed over: {rejected.folder}: {rejected.reason}")
     if newest.folder is not None:
         metrics.line(f"resumed from {newest.folder} at step {trainer.steps_done}")
-        for change in changes_since(newest.folder, run):
-            metrics.line(change)
+        metrics.lines(changes_since(newest.folder, run))
 
 
 def _layout_words(layout: Layout) -> list[str]:
@@ -206,8 +203,7 @@ class Recorded(LoopObserver):
 
     def _write_island_lines(self, session: Session) -> None:
         """Log which islands joined and left."""
-        for line in () if session.trainer.outer is None else session.trainer.outer.lines():
-            session.metrics.line(line)
+        session.metrics.lines(() if session.trainer.outer is None else session.trainer.outer.lines())
 
 
 class ComparedReplicas(LoopObserver):
@@ -316,8 +312,7 @@ def join_run(
                 run, ranks, folder, allow_changes=allow_changes, kernels=chosen.forms, store=store, leave_by=leave_by
             )
         signs.has_begun = True
-        for line in (*deterministic_line(run), *chosen.lines, *([] if fits is None else [fits])):
-            session.metrics.line(line)
+        session.metrics.lines([*deterministic_line(run), *chosen.lines, *([] if fits is None else [fits])])
         leaving.callback(session.saves.saver.close)
         leaving.callback(session.metrics.close)
         yield session
