@@ -69,11 +69,6 @@ class Step:
     """Load of the experts; None without experts, and in a step that did not update."""
 
     @property
-    def num_sequences(self) -> int:
-        """Sequences of the global batch."""
-        return self.span.num_sequences
-
-    @property
     def is_passed_over(self) -> bool:
         """True if the step must not update anything."""
         return bool(self.anomaly) or not isfinite(self.norm)
@@ -88,11 +83,6 @@ class StepResult(NamedTuple):
     """Steps of the run so far that updated nothing."""
     outer: Mapping[str, int] = MappingProxyType({})
     """Outer steps and bytes of islands (DiLoCo), by the name of the metric."""
-
-    @property
-    def expert_balance(self) -> ExpertBalance | None:
-        """Load of the experts; None without experts, and in a step that did not update."""
-        return self.gradients.expert_balance
 
 
 class Observer:

@@ -59,15 +59,10 @@ class Metrics:
         """Add a row to events.jsonl."""
         self._append("events.jsonl", event_line({**stamp(), "event": kind, **facts}))
 
-    def save_failed(self, step: int, message: str) -> None:
-        """Report that a checkpoint could not be written."""
+    def problem(self, kind: str, step: int, message: str) -> None:
+        """Report a problem with checkpoints, on the console and as an event."""
         self.line(message)
-        self.event("save failed", step=step, cause=message)
-
-    def checkpoints_lost(self, step: int, message: str) -> None:
-        """Report that the folder of the checkpoints was removed or replaced."""
-        self.line(message)
-        self.event("checkpoints lost", step=step, cause=message)
+        self.event(kind, step=step, cause=message)
 
     def report(self, name: str, value: Any) -> None:
         """Replace a JSON file of the run's folder."""
@@ -81,6 +76,11 @@ class Metrics:
         if self.has_console and (why := self._show(text)):
             self._lose_console(why)
 
+    def lines(self, texts: Iterable[str]) -> None:
+        """Print and log lines."""
+        for text in texts:
+            self.line(text)
+
     def advance(self, steps_done: int) -> None:
         """Advance the progress bar."""
         if self.bar is not None and self.has_console:
@@ -90,11 +90,6 @@ class Metrics:
         """Remove the bar from the terminal and let trackers finish."""
         self._stop_bar()
         self.lines(self.follower.close() if self.follower is not None else [])
-
-    def lines(self, texts: Iterable[str]) -> None:
-        """Print and log lines."""
-        for text in texts:
-            self.line(text)
 
     def _show(self, text: str) -> str:
         """Print a line on the console. Returns an empty string, or why that failed."""

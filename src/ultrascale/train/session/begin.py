@@ -104,8 +104,8 @@ def begin(
         store.write_node_event("start", trainer.steps_done)
         store.catch_up(newest.folder)
     saved_at = trainer.steps_done if newest.folder is not None else -1
-    saves = Saves(saver, run.checkpoint, metrics.save_failed, saved_at, run.steps)
-    place = CheckpointPlace(run, folder, saves, ranks, metrics.checkpoints_lost)
+    saves = Saves(saver, run.checkpoint, partial(metrics.problem, "save failed"), saved_at, run.steps)
+    place = CheckpointPlace(run, folder, saves, ranks, partial(metrics.problem, "checkpoints lost"))
     session = Session(run, ranks, folder, trainer, saves, place, metrics, store, [])
     session.observers += _observers(session, validation, data_check, leave_by)
     return session
@@ -184,7 +184,7 @@ class Recorded(LoopObserver):
         self._write_island_lines(session)
         if done.is_recorded or session.is_due(run.log.every_steps) or session.is_complete:
             done.values["perf/save_s"], self.save_seconds = self.save_seconds, None
-            balance = done.result.expert_balance
+            balance = done.result.gradients.expert_balance
             tables = None if balance is None else {"moe/load": balance.load.tolist()}
             session.metrics.row(steps_done, done.values, tables=tables)
             session.metrics.line(console_line(run, done.values, steps_done))
