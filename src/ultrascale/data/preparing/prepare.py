@@ -19,6 +19,7 @@ from pathlib import Path
 from tempfile import gettempdir
 from typing import Any
 
+from ultrascale.catalogue.machines import usable_cores
 from ultrascale.config.rules.early import UNFINISHED
 from ultrascale.data.files import (
     PARTIAL,
@@ -34,7 +35,7 @@ from ultrascale.data.indexed import best_dtype
 from ultrascale.data.manifest import NAME, Manifest, ShardRecord, TokenizerFacts, load_manifest, save_manifest
 from ultrascale.data.preparing.fetch import fetched_inputs, locked
 from ultrascale.data.preparing.shards import OnBad, ShardTask, is_held_out, make_shard, record_path
-from ultrascale.data.preparing.workers import available_cores, run_tasks
+from ultrascale.data.preparing.workers import run_tasks
 from ultrascale.data.reading.documents import Document, PartReader
 from ultrascale.data.reading.inputs import InputFile, Part, cut_shards, find_files
 from ultrascale.data.tokenizer import tokenizer_facts, train_tokenizer, vocabulary_problem
@@ -158,7 +159,7 @@ def _prepare(
             notify(Progress(sum(a for a, _ in done), total, sum(b for _, b in done), "shards"))
 
         try:
-            records = run_tasks(tasks, make_shard, workers=workers or available_cores(), report=report)
+            records = run_tasks(tasks, make_shard, workers=workers or usable_cores(), report=report)
         finally:
             for each in folders:
                 _remove(each.glob(f"*{PARTIAL}"))

@@ -27,11 +27,6 @@ Work = Callable[[Task, Callable[[int, int], None]], Result]
 _REPORT_SECONDS = 0.1
 
 
-def available_cores() -> int:
-    """Cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def run_tasks(
     tasks: Sequence[Task], work: Work[Task, Result], *, workers: int, report: Callable[[int, int, int], None]
 ) -> list[Result]:
