@@ -63,7 +63,8 @@ def _work(run: Run, args: argparse.Namespace) -> object:
     if args.profile is not None:
         from ultrascale.train.observers.profile import profile_run
 
-        return profile_run(run, *args.profile_steps, args.profile, rendezvous=args.rendezvous)
+        first, last = args.profile_steps
+        return profile_run(run, first, last, args.profile, rendezvous=args.rendezvous)
     if args.speed is not None:
         from ultrascale.train.speed import measure_speed
 

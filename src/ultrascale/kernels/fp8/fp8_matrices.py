@@ -57,7 +57,7 @@ def narrow_all(
     """Several matrices [rows, columns] quantised to `dtype`, one after the other. `reduce_amax`: called once, for the amaxes of
     all of them, which then are in memory together."""
     if reduce_amax is None:
-        return [rounded(wide, *scales_of([largest_of(wide, scaling)], dtype), dtype) for wide in wides]
+        return [rounded(wide, scales_of([largest_of(wide, scaling)], dtype)[0], dtype) for wide in wides]
     wides = list(wides)
     scales = scales_of([largest_of(wide, scaling) for wide in wides], dtype, reduce_amax)
     return [rounded(wide, scale, dtype) for wide, scale in zip(wides, scales, strict=True)]

@@ -15,7 +15,8 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from ultrascale.kernels.fp8.fp8_grouped import scaled_groups, scaled_outer_groups
 
 _aten = torch.ops.aten
-Arguments, Options = tuple[Any, ...], dict[str, Any]
+Arguments = tuple[Any, ...]
+Options = dict[str, Any]
 Formula = Callable[[Arguments, Options, Any], int]
 
 
