@@ -16,6 +16,7 @@ from ultrascale.catalogue.cluster import Accelerator, parse_cluster
 from ultrascale.catalogue.machines import ACCELERATORS
 from ultrascale.description.layout import Precision
 from ultrascale.description.units import count_of
+from ultrascale.measure.machine.doctor import cpu_facts
 from ultrascale.parallel.precision.mixed_precision import TORCH_DTYPE
 
 PEAK_FILE = ".peak.json"
@@ -124,7 +125,7 @@ def device_name(device: torch.device | str) -> str:
     on_device = torch.device(device)
     if on_device.type == "cuda":
         return torch.cuda.get_device_name(on_device)
-    return _cpu_model() or platform.processor() or platform.machine()
+    return cpu_facts().get("model name") or platform.processor() or platform.machine()
 
 
 def this_gpu(device: torch.device) -> Accelerator | None:
@@ -154,14 +155,6 @@ def _stored_ceiling(file: Path) -> MatmulCeiling | None:
     try:
         return MatmulCeiling(**json.loads(file.read_text()))
     except (OSError, ValueError, TypeError):  # not there yet, cut short, or of another version
-        return None
-
-
-def _cpu_model() -> str | None:
-    try:
-        with open("/proc/cpuinfo") as lines:
-            return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), None)
-    except OSError:  # not Linux
         return None
 
 
