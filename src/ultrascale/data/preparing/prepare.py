@@ -244,7 +244,7 @@ def _settle(
 ) -> tuple[TokenizerFacts, dict[str, Any]]:
     """The tokenizer and the request, from an earlier run of the same request if there was one. A folder without a finished
     shard is begun anew by another request."""
-    before, now = _earlier_request(folder), _request(files, recipe)
+    before, now = _earlier_request(folder), recipe.facts() | {"inputs": [file.facts() for file in files]}
     path = folder / TOKENIZER
     if before is not None:
         try:
@@ -274,10 +274,6 @@ def _settle(
     write_json(folder / UNFINISHED, request)
     failpoint("prepare.requested")
     return facts, request
-
-
-def _request(files: list[InputFile], recipe: Recipe) -> dict[str, Any]:
-    return {**recipe.facts(), "inputs": [file.facts() for file in files]}
 
 
 def _earlier_request(folder: Path) -> dict[str, Any] | None:
