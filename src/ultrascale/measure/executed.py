@@ -39,7 +39,7 @@ class PlannedAndExecuted(NamedTuple):
     executed: Timeline
 
 
-def execute_schedule(name: str, program: Program, runtime: PipelineRuntime = "ultrascale") -> PlannedAndExecuted:
+def execute_schedule(name: str, program: Program, runtime: PipelineRuntime) -> PlannedAndExecuted:
     """Execute `program`, the schedule of this name, with as many processes as it has ranks, in the loop of `runtime`.
 
     Raises SpecError for a schedule that the trainer does not execute, and RankFailed if a process fails.

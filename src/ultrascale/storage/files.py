@@ -81,7 +81,7 @@ class FileStore(Store):
             for entry in sorted(self._entries(prefix), key=lambda entry: entry.name):
                 if entry.is_dir():
                     folders.append(entry.name)
-                elif not _is_internal(entry.name):
+                elif not entry.name.startswith(_PARTIAL) and entry.name != _LOCK:
                     objects.append(_stored(entry.stat(), entry.name))
         return objects, folders
 
@@ -151,7 +151,3 @@ def _written(path: Path, data: bytes | memoryview) -> Path:
 
 def _stored(facts: os.stat_result, key: str) -> Stored:
     return Stored(key, facts.st_size, str(facts.st_mtime_ns))
-
-
-def _is_internal(name: str) -> bool:
-    return name.startswith(_PARTIAL) or name == _LOCK

@@ -344,7 +344,9 @@ def _first_piece(document: Document) -> str:
 
 
 def _tasks(shards: list[tuple[Part, ...]], folders: tuple[Path, ...], recipe: Recipe, facts: TokenizerFacts) -> list[ShardTask]:
-    known = [_known_records(folder) for folder in folders]
+    known = [
+        {shard.name: shard for shard in load_manifest(folder).shards} if (folder / NAME).exists() else {} for folder in folders
+    ]
     names = [f"shard-{number:05d}" for number in range(len(shards))]
     return [
         ShardTask(
@@ -353,10 +355,6 @@ def _tasks(shards: list[tuple[Part, ...]], folders: tuple[Path, ...], recipe: Re
         )
         for name, parts in zip(names, shards, strict=True)
     ]  # fmt: skip
-
-
-def _known_records(folder: Path) -> dict[str, ShardRecord]:
-    return {shard.name: shard for shard in load_manifest(folder).shards} if (folder / NAME).exists() else {}
 
 
 def _conclude(

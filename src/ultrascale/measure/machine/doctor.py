@@ -44,7 +44,7 @@ class Finding:
     remedy: str = ""
 
 
-def examine(folder: Path = Path("."), *, gpus: int | None = None) -> list[Finding]:
+def examine(folder: Path, *, gpus: int | None) -> list[Finding]:
     """All findings, in the order of a report. `folder`: where runs are written; `gpus`: required number of GPUs. Takes seconds
     if torch is installed."""
     findings = [*software(), *processor(), *memory(), *disk(folder)]

@@ -24,9 +24,7 @@ class FolderError(RuntimeError):
 
 
 @contextmanager
-def fill_folder(
-    folder: Path, *, is_ours: Callable[[str], bool], overwrite: bool = False, source: Path | None = None
-) -> Iterator[Path]:
+def fill_folder(folder: Path, *, is_ours: Callable[[str], bool], overwrite: bool, source: Path | None) -> Iterator[Path]:
     """Yield an empty folder to write into; on exit without an error it is synced to disk and renamed to `folder`.
 
     With `overwrite` an earlier folder is replaced, if `is_ours` accepts the names of all files in it. Folders and files follow
@@ -51,9 +49,7 @@ def fill_folder(
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def expect_replaceable(
-    folder: Path, *, is_ours: Callable[[str], bool], overwrite: bool = False, source: Path | None = None
-) -> None:
+def expect_replaceable(folder: Path, *, is_ours: Callable[[str], bool], overwrite: bool, source: Path | None) -> None:
     """Raise SpecError if writing `folder` would destroy something other than an earlier folder of this kind that may be
     replaced."""
     refusal = _refusal(folder.resolve(), is_ours, overwrite, source)

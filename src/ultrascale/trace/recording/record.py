@@ -100,7 +100,7 @@ class RankTrace:
         """Live bytes after each change."""
         return list(accumulate(change for _, _, change in self.changes))
 
-    def peak_at(self, step: int | None = None) -> int:
+    def peak_at(self, step: int | None) -> int:
         """Index of the change after which the peak is reached, in one step or in all."""
         totals, first = self.totals(), 0
         indices: range | list[int] = range(len(totals))

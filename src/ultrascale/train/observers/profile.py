@@ -226,7 +226,7 @@ def planned_parts(run: Run, device: torch.device) -> tuple[dict[str, float], str
     return parts, f"only what is computed, at {peak.flops_per_second / 1e9:,.0f} GFLOP/s: {peak.origin}"
 
 
-def write_report(report: StepReport, folder: Path, *, pictures: bool = True) -> None:
+def write_report(report: StepReport, folder: Path, *, pictures: bool) -> None:
     """Write `report.json`, and the pictures if they are wanted and matplotlib is installed."""
     (folder / REPORT).write_text(json.dumps(report.to_json(), indent=1) + "\n")
     if not pictures or find_spec("matplotlib") is None:

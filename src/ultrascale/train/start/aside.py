@@ -33,7 +33,7 @@ from ultrascale.train.watch.out_of_memory import explained_out_of_memory
 
 
 @contextmanager
-def begun_aside(run: Run, steps: int, folder: Path, *, rendezvous: str = "env://") -> Iterator[Trainer]:
+def begun_aside(run: Run, steps: int, folder: Path, *, rendezvous: str) -> Iterator[Trainer]:
     """The trainer of `run` on this rank, before its first step, with data for `steps` steps. `folder`: for choices made by
     speed.
 
