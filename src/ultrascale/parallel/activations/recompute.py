@@ -185,23 +185,13 @@ class KindTracker:
         for module in block.modules():
             if isinstance(module, LatentAttention):  # narrow projections go through no seam
                 for child in (module.kv_a_proj_with_mqa, *((module.q_a_proj,) if module.is_q_narrow else ())):
-                    self._hook(child, "qkv")
+                    self._wrap(child, forward="qkv")
             elif isinstance(module, Experts):
                 self._wrap(module, grouped_column_linear="experts")
 
     def _wrap(self, module: nn.Module, **seams: str) -> None:
         for seam, kind in seams.items():
             setattr(module, seam, partial(self._inside, kind, getattr(module, seam)))
-
-    def _hook(self, module: nn.Module, kind: str) -> None:
-        def leave(*unused: Any) -> None:
-            self.kind = ""
-
-        def enter(*unused: Any) -> None:
-            self.kind = kind
-
-        module.register_forward_pre_hook(enter)
-        module.register_forward_hook(leave, always_call=True)
 
     def _inside(self, kind: str, seam: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         self.kind = kind
