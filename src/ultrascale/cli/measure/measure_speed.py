@@ -101,7 +101,7 @@ def launched_once(
 def _show(document: dict, file: Path) -> None:
     from ultrascale.train.speed import Speed
 
-    for name, text in (*lines(Speed.from_json(document)), ("file", str(file))):
+    for name, text in (*lines(Speed(**document)), ("file", str(file))):
         print(f"{name:<10}{text}")
 
 
