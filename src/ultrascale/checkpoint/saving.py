@@ -206,8 +206,8 @@ def _finish(plan: Plan, contents: dict[str, Any], disks: NodeDisks, final: Path)
 
 
 def expect_finite(pieces: list[Piece]) -> None:
-    """Raises CheckpointError, naming tensors, if a number in them is NaN or infinite: one NaN in a weight makes every later step
-    NaN, and each save would displace a good checkpoint. Takes one pass over memory, two numbers per tensor."""
+    """Raises CheckpointError, naming tensors, if a number in them is NaN or infinite: one NaN in a weight makes every later
+    step NaN, and each save would displace a good checkpoint. Takes one pass over memory, two numbers per tensor."""
     extremes = [(piece.name, torch.stack(torch.aminmax(piece.tensor))) for piece in pieces if _can_be_otherwise(piece.tensor)]
     bad = dict.fromkeys(name for name, extreme in extremes if not extreme.isfinite().all())
     if bad:
