@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ultrascale.kernels.wide import wide_dtype
+from ultrascale.kernels.choice.wide import wide_dtype
 
 
 def spread(tokens: Tensor, pairs: Tensor, choices: int) -> Tensor:

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from ultrascale.kernels.choice.device_kind import is_cuda
 from ultrascale.kernels.choice.implementation import form_of
-from ultrascale.kernels.wide import at_least_fp32
+from ultrascale.kernels.choice.wide import at_least_fp32
 
 LARGEST_ROW = 2**14
 """Most elements of a row for the Triton kernel, which holds it in registers: longer rows would spill to memory

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ultrascale.description.architecture.model import Model
-from ultrascale.kernels.wide import wide_dtype
+from ultrascale.kernels.choice.wide import wide_dtype
 
 EQUAL = 2.0**-15
 TINY = 1e-20

@@ -33,7 +33,7 @@ from torch.autograd.function import once_differentiable
 from torch.library import custom_op
 
 from ultrascale.kernels.choice.device_kind import is_cuda
-from ultrascale.kernels.wide import wide_dtype
+from ultrascale.kernels.choice.wide import wide_dtype
 from ultrascale.parallel.lost import waiting
 from ultrascale.torch_private import group_named
 

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from ultrascale.kernels.attention.attention_with_lse import attend, attend_backward, hidden_score, one_width
 from ultrascale.kernels.attention.flash_packages import flash_backward, flash_forward
 from ultrascale.kernels.choice.device_kind import is_cuda
-from ultrascale.kernels.wide import wide_dtype
+from ultrascale.kernels.choice.wide import wide_dtype
 
 ENDS_MULTIPLE = 64
 """Multiple to which the number of documents of a micro-batch is padded, with empty ones."""

@@ -19,13 +19,13 @@ from ultrascale.description.architecture.model import Model
 from ultrascale.description.layout import Layout
 from ultrascale.kernels.choice.contest import MOST_BYTES, Form, Outcomes, measure
 from ultrascale.kernels.choice.implementation import FORMS, Kernel, chosen, not_installed
+from ultrascale.kernels.choice.wide import at_least_fp32
 from ultrascale.kernels.grouped_matmul import grouped_linear
 from ultrascale.kernels.loss.cross_entropy import linear_cross_entropy
 from ultrascale.kernels.norm import add_rms_norm, rms_norm
 from ultrascale.kernels.optimizers.narrow_moments import Box, Kind, Moments, Update, empty_moments, update_
 from ultrascale.kernels.rotary import rotate
 from ultrascale.kernels.swiglu import clamped_swiglu, swiglu
-from ultrascale.kernels.wide import at_least_fp32
 
 GATED = ("silu", "swigluoai")
 """Activations of gated layers that `kernels.swiglu` implements."""

@@ -21,7 +21,7 @@ from torch.library import custom_op
 from torch.nn import functional as F
 
 from ultrascale.kernels.choice.device_kind import is_cuda
-from ultrascale.kernels.wide import at_least_fp32
+from ultrascale.kernels.choice.wide import at_least_fp32
 from ultrascale.torch_private import scaled_mm
 
 Scaling = Literal["row", "tensor"]

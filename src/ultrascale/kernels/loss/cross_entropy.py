@@ -28,8 +28,8 @@ from torch.nn import functional as F
 
 from ultrascale.kernels.choice.device_kind import is_cuda, kind_of
 from ultrascale.kernels.choice.implementation import form_of
+from ultrascale.kernels.choice.wide import wide_dtype
 from ultrascale.kernels.loss.cross_entropy_columns import IGNORED, KeptGradients, compiled_once, loss_by_columns
-from ultrascale.kernels.wide import wide_dtype
 from ultrascale.torch_private import assert_on_device
 from ultrascale.work.work import chunk_rows, slab_columns
 

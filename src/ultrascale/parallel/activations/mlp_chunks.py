@@ -25,7 +25,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 
 from ultrascale.description.layout import Layout
-from ultrascale.kernels.wide import wide_dtype
+from ultrascale.kernels.choice.wide import wide_dtype
 from ultrascale.models.decoder import Decoder
 from ultrascale.models.feed_forward import MLP, activate
 

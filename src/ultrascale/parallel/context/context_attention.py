@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ultrascale.kernels.attention.attention_with_lse import attend, attend_backward, join
-from ultrascale.kernels.wide import wide_dtype
+from ultrascale.kernels.choice.wide import wide_dtype
 from ultrascale.parallel.context.context_gather import GatheredKeys, ScatteredGradients
 from ultrascale.parallel.context.context_masks import Block, ContextMask, Slots
 from ultrascale.parallel.context.context_ring import KeyValueBlock, Ring, RingGradients, RingKeys, pack, unpack

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from ultrascale.kernels.wide import wide_dtype
+from ultrascale.kernels.choice.wide import wide_dtype
 from ultrascale.parallel.context.context_attention import Setting, attention_backward, attention_forward
 
 _NUMBERS = count()

@@ -25,8 +25,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ultrascale.kernels.choice.device_kind import is_cuda, kind_of
+from ultrascale.kernels.choice.wide import wide_dtype
 from ultrascale.kernels.loss.cross_entropy_columns import IGNORED, KeptGradients, compiled_once, loss_by_columns
-from ultrascale.kernels.wide import wide_dtype
 from ultrascale.parallel.tensor.tensor_ops import TensorParallel
 from ultrascale.parallel.tensor.tensor_traffic import all_gather_sequence, all_gather_stacked, sum_sequence
 from ultrascale.torch_private import assert_on_device

@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.library import custom_op
 from torch.nn import functional as F
 
-from ultrascale.kernels.wide import at_least_fp32
+from ultrascale.kernels.choice.wide import at_least_fp32
 from ultrascale.parallel.tensor.tensor_overlap import gathered_products, overlaps, scattered_product
 from ultrascale.parallel.tensor.tensor_traffic import all_gather_sequence, sum_sequence
 from ultrascale.torch_private import group_named

@@ -24,7 +24,7 @@ from torch.distributed.tensor import debug
 from torch.nn import functional as F
 
 from ultrascale.kernels.choice.device_kind import Kind, meta_stands_for
-from ultrascale.kernels.wide import wide_dtype
+from ultrascale.kernels.choice.wide import wide_dtype
 from ultrascale.parallel import apply
 from ultrascale.parallel.mesh import Ranks
 from ultrascale.torch_private import FakeProcessGroup, FakeWork, FSDPParam, FSDPParamGroup, HashStore, fsdp_modules
