@@ -54,6 +54,6 @@ _MODULES = ("errors", "disk.folders", "slices", "loading", "saving", "saver")
 def __getattr__(name: str) -> Any:
     if name in __all__:
         for module in _MODULES:
-            if hasattr(found := import_module(f"{__name__}.{module}"), name):
-                return globals().setdefault(name, getattr(found, name))
+            if hasattr(source := import_module(f"{__name__}.{module}"), name):
+                return globals().setdefault(name, getattr(source, name))
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

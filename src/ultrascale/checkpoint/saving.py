@@ -17,7 +17,6 @@ from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from ultrascale.checkpoint.boxes import Offer, offer_of, share_out
@@ -28,13 +27,11 @@ from ultrascale.checkpoint.disk.folders import make_folder, publish, step_folder
 from ultrascale.checkpoint.disk.nodes import NodeDisks, remove_published
 from ultrascale.checkpoint.disk.patience import with_retries
 from ultrascale.checkpoint.errors import CheckpointError, LostContactError
+from ultrascale.checkpoint.finite import expect_finite
 from ultrascale.checkpoint.manifest import MANIFEST_NAME, Shard, decode, encode, manifest_of, metadata_text, shard_name
 from ultrascale.checkpoint.slices import Tensors, pieces_of, slices_of
 from ultrascale.failpoints import failpoint
 from ultrascale.open_folder import OpenFolder
-
-MAX_SHOWN = 5
-"""Most tensors that an error names."""
 
 
 @dataclass(frozen=True)
@@ -203,18 +200,3 @@ def _finish(plan: Plan, contents: dict[str, Any], disks: NodeDisks, final: Path)
     failpoint("save.manifest")
     expect_same_folder(plan.open_folder)
     publish(plan.temporary, final)
-
-
-def expect_finite(pieces: list[Piece]) -> None:
-    """Raises CheckpointError, naming tensors, if a number in them is NaN or infinite: one NaN in a weight makes every later
-    step NaN, and each save would displace a good checkpoint. Takes one pass over memory, two numbers per tensor."""
-    extremes = [(piece.name, torch.stack(torch.aminmax(piece.tensor))) for piece in pieces if _can_be_otherwise(piece.tensor)]
-    bad = dict.fromkeys(name for name, extreme in extremes if not extreme.isfinite().all())
-    if bad:
-        names = ", ".join(list(bad)[:MAX_SHOWN]) + (f" and {len(bad) - MAX_SHOWN} more" if len(bad) > MAX_SHOWN else "")
-        remedy = "Nothing was saved, and what was before is as it was. Go on from there with a lower learning rate."
-        raise CheckpointError(f"{names}: NaN or infinite. {remedy}")
-
-
-def _can_be_otherwise(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() and tensor.dtype.itemsize > 1 and tensor.numel() > 0

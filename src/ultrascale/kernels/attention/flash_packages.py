@@ -50,7 +50,7 @@ def not_importable(core: str) -> str:
 
 
 class Setting(NamedTuple):
-    """What both operations take besides tensors. `ends` [documents + 1] int32, with no document longer than `length`; `window`:
+    """Settings of both operations. `ends` [documents + 1] int32, with no document longer than `length`; `window`:
     0 for none; `core`: a key of `MODULES`."""
 
     ends: Tensor | None
@@ -172,14 +172,14 @@ def _backward_4(tensors: Sequence[Tensor], setting: Setting, steady: bool) -> Gr
 
 def _setting_4(function: Callable[..., Any], setting: Setting) -> dict[str, Any]:
     """Keyword arguments of FlashAttention 4: None for no window; the longest document only for versions that take it."""
-    found: dict[str, Any] = {"softmax_scale": setting.scale, "causal": setting.causal}
+    options: dict[str, Any] = {"softmax_scale": setting.scale, "causal": setting.causal}
     if setting.window:
-        found |= {"window_size_left": setting.window - 1, "window_size_right": 0}
+        options |= {"window_size_left": setting.window - 1, "window_size_right": 0}
     if setting.ends is not None:
         parameters = signature(function).parameters
-        found |= {"cu_seqlens_q": setting.ends, "cu_seqlens_k": setting.ends}
-        found |= {name: setting.length for name in ("max_seqlen_q", "max_seqlen_k") if name in parameters}
-    return found
+        options |= {"cu_seqlens_q": setting.ends, "cu_seqlens_k": setting.ends}
+        options |= {name: setting.length for name in ("max_seqlen_q", "max_seqlen_k") if name in parameters}
+    return options
 
 
 _FORWARD = {"flash-2": _forward_2, "flash-3": _forward_3, "flash-4": _forward_4}
