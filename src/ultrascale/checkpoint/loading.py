@@ -161,7 +161,7 @@ def _load(folder: Path, tensors: Tensors, strict: bool, verified: bool, ranks: C
     pieces = [piece for piece in pieces_of(slices) if piece.name in manifest.tensors]
     if strict:
         offers = ranks.gather([offer_of(piece) for piece in pieces])
-        ranks.on_rank_0(doing, lambda: fit_together([[Offer(*fields) for fields in offer] for offer in offers or []]))
+        ranks.on_rank_0(doing, lambda: _expect_all_requested(offers or []))
     if not verified:
         verify(folder, ranks=ranks)
     failpoint("load.verified")
@@ -175,6 +175,12 @@ def _names_of_all(slices: list[tuple[str, Slice]], ranks: Coordinator) -> set[st
     """Names that any rank requests, on every rank."""
     gathered = ranks.gather(sorted({name for name, _ in slices}))
     return set(ranks.broadcast(sorted({name for names in gathered or [] for name in names})))
+
+
+def _expect_all_requested(gathered: list[list[list[Any]]]) -> None:
+    """On rank 0: raises if a slice is not read. If ranks request the same slice where each should have its own, another slice
+    stays unread."""
+    fit_together([[Offer(*fields) for fields in offer] for offer in gathered])
 
 
 def _check_targets(manifest: Manifest, slices: list[tuple[str, Slice]], requested: set[str] | None) -> None:
