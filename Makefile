@@ -14,8 +14,9 @@ PYTHON ?= python3
 TORCH ?=
 PIP_FLAGS ?=
 LOCK ?= $(if $(TORCH),,locks/py311.txt)
-# Two processes a core, six at most: half of the time of tests is waiting, for ranks that are killed and started again.
-workers = $(shell $(PYTHON) -c 'import os; print(min(6, 2 * (os.cpu_count() or 1)))')
+# Five processes for two cores, six at most: more than half of the time of tests is waiting, for ranks that are killed and started
+# again.
+workers = $(shell $(PYTHON) -c 'import os; print(min(6, 5 * (os.cpu_count() or 1) // 2))')
 PYTEST_FLAGS ?= -n $(workers) --dist loadfile --no-loadscope-reorder
 
 python := .venv/bin/python

@@ -3,6 +3,9 @@
 `gpu`: only where there is a CUDA device. `nightly`: only with ULTRASCALE_NIGHTLY=1. `draws`: always, and at night once more.
 """
 
+import ultrascale.garbage.rarely  # noqa: F401  # while torch is imported and all tests are collected: an eighth of that time
+
+# isort: split
 import gc
 import os
 import signal
@@ -26,6 +29,8 @@ from stand_ins import (  # noqa: F401
     known_peak,
     temporary_folder,
 )
+
+from ultrascale.garbage import collect_as_usual
 
 # pytest-xdist sets it for its workers, where lines would be cut to it.
 os.environ.pop("COLUMNS", None)
@@ -93,6 +98,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Nine thousand tests and all modules stay: looking for garbage among them takes a third of a second each time."""
     gc.collect()
     gc.freeze()
+    collect_as_usual()
 
 
 @pytest.hookimpl(wrapper=True)

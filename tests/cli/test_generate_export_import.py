@@ -5,6 +5,7 @@ from shutil import copytree
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 
 from ultrascale.cli.main import main
 from ultrascale.config.rules.early import sees_gpu
@@ -203,6 +204,43 @@ def test_import_makes_the_folder_the_start_of_a_run_and_export_gives_the_same_bi
     assert generated(capsys, checkpoint, "--prompt", PROMPT) | {"source": ""} == (
         generated(capsys, str(exported), "--prompt", PROMPT) | {"source": ""}
     )
+
+
+@pytest.mark.parametrize(("text", "code"), [("the model says what the model says", 0), ("quite another text, another text", 2)])
+def test_import_refuses_data_whose_ids_stand_for_other_tokens_than_the_folders(exported, run_file, capsys, text, code):
+    home = run_file.parent
+    (home / "text.txt").write_text("the model says " * 100)
+    train_tokenizer([text] * 3, 280).save(str(home / "another.json"))
+    words = ["--tokenizer", str(home / "another.json"), "--output", str(home / "prepared"), "--workers", "1"]
+    assert main(["data", "prepare", str(home / "text.txt"), *words]) == 0
+    run_file.write_text(run_file.read_text().replace(f"{home}/tokens", f"{home}/prepared").replace("tokenizer =", "# "))
+    assert main(["import", str(exported), str(run_file)]) == code
+    error = capsys.readouterr().err
+    assert ("was prepared with another tokenizer than that of" in error) == (code == 2)
+    assert not code or f"data prepare TEXT --tokenizer {exported}/tokenizer.json" in error
+    assert (home / "out").exists() == (code == 0)
+
+
+def test_a_chat_model_keeps_its_template_and_the_ends_of_its_texts_from_import_to_export(exported, run_file, capsys):
+    home = run_file.parent
+    chat = Path(copytree(exported, home / "chat"))
+    tokenizer = Tokenizer.from_file(str(chat / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<|im_end|>"])
+    tokenizer.save(str(chat / "tokenizer.json"))
+    turn, document = (tokenizer.token_to_id(token) for token in ("<|im_end|>", "<|endoftext|>"))
+    (chat / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}')
+    (chat / "chat_template.jinja").write_text("{{ messages[0].content }}<|im_end|>")
+    (home / "text.txt").write_text("the model says " * 100)
+    words = ["--tokenizer", str(chat), "--output", str(home / "prepared"), "--workers", "1"]
+    assert main(["data", "prepare", str(home / "text.txt"), *words]) == 0
+    text = run_file.read_text().replace(f"{home}/tokens", f"{home}/prepared").replace("tokenizer =", "# ")
+    run_file.write_text(text.replace(str(exported), str(chat)))
+    assert main(["import", str(chat), str(run_file)]) == 0
+    assert main(["export", str(home / "out" / "continued"), str(home / "again")]) == 0
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        assert (home / "again" / name).read_bytes() == (chat / name).read_bytes()
+    config, generation = (json.loads((home / "again" / f"{name}config.json").read_text()) for name in ("", "generation_"))
+    assert (config["eos_token_id"], generation["eos_token_id"]) == (turn, [turn, document])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

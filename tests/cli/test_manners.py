@@ -260,6 +260,7 @@ def test_what_is_not_there_is_told_before_torch_is_imported(words, told, tmp_pat
     "verb, words, told, code",
     [
         ("train", ["--data.sources", "empty"], "is not a folder of prepared text", 2),
+        ("train", ["--data.sources", "run.toml"], "ultrascale data prepare run.toml --output PREPARED", 2),
         ("train --processes=2", ["--data.sources", "little"], "holds 9 tokens, a sequence needs 65", 1),
         ("train", ["--data.validation", "little", "--evaluation.every-steps", "2"], "holds 9 tokens", 1),
         ("measure step", ["--device", "cuda"], "asks for CUDA", 2),

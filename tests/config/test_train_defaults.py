@@ -65,6 +65,15 @@ def test_an_evaluation_that_is_switched_off_stays_off(corpus):
     assert run.data.validation == () and run.evaluation.every_steps is None
 
 
+def test_a_written_interval_takes_the_held_out_text_too(corpus):
+    run, lines = chosen(corpus, "--evaluation.every-steps", "7")
+    assert [source.path for source in run.data.validation] == [str(corpus / "validation")]
+    assert run.evaluation.every_steps == 7 and "every 7 steps" in lines[1]
+    begin(replace(run, data=replace(run.data, validation=()), evaluation=replace(run.evaluation, every_steps=None)))
+    found, _ = resolved(corpus, "--evaluation.every-steps", "7")
+    assert (len(found.run.data.validation), found.provenance["evaluation.every_steps"]) == (1, "flag")
+
+
 def test_without_held_out_text_nothing_is_evaluated(tmp_path):
     assert chosen(tmp_path)[0].evaluation.every_steps is None
 

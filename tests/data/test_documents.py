@@ -384,3 +384,11 @@ def test_a_row_of_a_csv_is_a_document_and_its_text_the_column_that_is_named(tmp_
     assert [one.text for one in found if not isinstance(one, DataError)] == ['one, and "more"', "two\nlines"]
     (error,) = PartReader(parts[0], field="text", spool=tmp_path)
     assert "has no column 'text', only 'id', 'body'" in str(error)
+
+
+def test_a_field_that_holds_no_text_is_told_from_a_text_that_is_missing(tmp_path):
+    chat, missing = (
+        read_all(write(tmp_path, f"{number}.jsonl", line))[0]
+        for number, line in enumerate((b'{"text": [{"role": "user", "content": "hello"}]}', b'{"text": null}'))
+    )
+    assert "--field (the messages of a chat are none)" in chat.remedy and "--field" not in missing.remedy

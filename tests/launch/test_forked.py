@@ -6,9 +6,11 @@ import gc
 import os
 import signal
 import socket
+import sys
+import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import psutil
@@ -156,8 +158,24 @@ def test_what_is_found_out_of_forks_is_remembered_where_they_cannot_compute(fork
     assert asked == [1]
 
 
-def test_whether_a_fork_can_do_a_backward_pass_is_tried(monkeypatch):
+@contextmanager
+def another_thread() -> Iterator[None]:
+    """While inside, this process has a thread that it did not have."""
+    ends = threading.Event()
+    thread = threading.Thread(target=ends.wait)
+    thread.start()
+    try:
+        yield
+    finally:
+        ends.set()
+        thread.join()
+
+
+def test_whether_a_fork_can_do_a_backward_pass_is_tried_once_for_the_threads_that_there_are(monkeypatch):
     assert forks_compute()
     for broken in (lambda tensor: time.sleep(60), lambda tensor: 1 / 0):
         monkeypatch.setattr(torch.Tensor, "backward", broken)
-        assert not forks_compute(seconds=0.2)
+        if sys.platform == "linux":
+            assert forks_compute()
+        with another_thread():
+            assert not forks_compute(seconds=0.2)

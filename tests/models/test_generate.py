@@ -62,7 +62,7 @@ def test_text_ends_before_the_stop_token_and_at_the_end_of_the_context():
     text = list(generate(decoder, PROMPT, Sampling(max_new_tokens=1000)))
     assert len(text) == LLAMA.max_position_embeddings - len(PROMPT)
     stop = text[5]
-    assert list(generate(decoder, PROMPT, Sampling(max_new_tokens=1000, stop_token=stop))) == text[: text.index(stop)]
+    assert list(generate(decoder, PROMPT, Sampling(max_new_tokens=1000, stop_tokens=(stop,)))) == text[: text.index(stop)]
 
 
 def test_draws_follow_the_probabilities_that_temperature_top_k_and_top_p_leave():

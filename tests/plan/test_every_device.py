@@ -44,7 +44,8 @@ def test_a_plan_is_made_and_lies_between_what_the_peak_and_experience_allow(name
 
 
 @pytest.mark.parametrize(
-    ("tight", "ample"), [("h100-96", "h100-sxm"), ("h100-pcie", "h100-sxm"), ("h100-nvl", "h100-sxm"), ("gb200", "gb300")]
+    ("tight", "ample"),
+    [("h100-96", "h100-sxm"), ("h100-pcie", "h100-sxm"), ("h100-nvl", "h100-sxm"), ("gh200", "h200"), ("gb200", "gb300")],
 )
 def test_a_chip_with_less_power_for_its_peak_computes_slower_but_by_no_more_than_that(tight: str, ample: str) -> None:
     both = [Workload(MODEL, parse_cluster(f"8x{name}"), 2048, SEQUENCES, STACKS["megatron"]) for name in (tight, ample)]

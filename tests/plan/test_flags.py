@@ -464,6 +464,48 @@ def test_numbers_of_yaml_are_numbers() -> None:
     assert read["optimizer"]["learning_rate_scheduler"]["min_decay_lr"] == 3e-5
 
 
+def accelerate_env(text: str, file: Path) -> dict[str, str]:
+    """The environment in which accelerate starts the ranks of a printed plan, made by accelerate itself."""
+    launch = pytest.importorskip("accelerate.commands.launch")
+    file.write_text(text)
+    read, _, _ = launch._validate_launch_command(
+        launch.launch_command_parser().parse_args(["--config_file", str(file), "train.py"])
+    )
+    env = launch.prepare_multi_gpu_env(read)
+    assert str(read.num_processes) == str(yaml.safe_load(text)["num_processes"])
+    return {name: value for name, value in env.items() if name.startswith(("FSDP", "PARALLELISM", "ACCELERATE"))}
+
+
+@pytest.mark.parametrize(
+    ("layout", "axes"),
+    [
+        (Layout(dp=32, tp=2, zero_stage=3, recompute="full", sequence_parallel=False, precision="bf16"), ("1", "32", "2")),
+        (Layout(dp=64, dp_shard=8, zero_stage=2, precision="bf16"), ("8", "8", "1")),
+        (Layout(dp=64, zero_stage=3, precision="fp16"), None),
+        (Layout(dp=64, zero_stage=0, precision="fp32", recompute="full"), None),
+    ],
+)
+def test_accelerate_itself_reads_the_plan_for_transformers(
+    tmp_path: Path, layout: Layout, axes: tuple[str, ...] | None
+) -> None:
+    text = trainer_flags(workload("transformers"), layout)
+    env = accelerate_env(text, tmp_path / "plan.yaml")
+    assert env["ACCELERATE_MIXED_PRECISION"] == {"fp32": "no"}.get(layout.precision, layout.precision)
+    assert f"gradient_accumulation_steps={512 // layout.dp}" in text
+    if layout.zero_stage == 0:
+        assert "ACCELERATE_USE_FSDP" not in env and "gradient_checkpointing=True" in text
+        return
+    assert env["FSDP_VERSION"] == "2" and env["FSDP_RESHARD_AFTER_FORWARD"] == str(layout.zero_stage == 3).lower()
+    assert env["FSDP_ACTIVATION_CHECKPOINTING"] == str(layout.recompute == "full").lower()
+    found = tuple(env.get(f"PARALLELISM_CONFIG_{axis}_SIZE") for axis in ("DP_REPLICATE", "DP_SHARD", "TP"))
+    assert found == (axes or (None, None, None))
+
+
+def test_transformers_cuts_no_sequence_beside_tensor_parallelism() -> None:
+    table = legal_layouts(workload("transformers")).table
+    assert 2 in set(table.tp) and not any(table.sequence_parallel[table.tp > 1])
+
+
 def test_every_key_for_deepspeed_is_one_of_its_release() -> None:
     release = NAMES["deepspeed 0.18.2"]
     inner = {
@@ -481,6 +523,7 @@ def test_every_key_for_deepspeed_is_one_of_its_release() -> None:
         ("megatron", Layout(dp=64, zero_stage=3), "layout.zero_stage"),
         ("nanotron", Layout(dp=32, cp=2), "layout.cp_method"),
         ("llm-foundry", Layout(dp=32, tp=2), "layout.tp"),
+        ("transformers", Layout(dp=32, tp=2, zero_stage=0, sequence_parallel=False), "layout.zero_stage"),
         ("torchtitan", Layout(dp=16, pp=4, schedule="zb-h1", zero_stage=1), "layout.schedule"),
     ],
 )

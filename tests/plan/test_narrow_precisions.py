@@ -52,10 +52,10 @@ def test_gathered_weights_shrink_to_their_format():
 
 
 def test_products_in_nvfp4_take_what_was_measured_of_fp8s_and_mxfp8_takes_fp8s():
-    for name in ("b200", "b300", "gb200", "gb300"):
+    for name, share in (("b200", 0.6), ("b300", 0.5), ("gb200", 0.6), ("gb300", 0.49)):  # Ultra's peak is three times fp8's
         device, dtypes = ACCELERATORS[name], ("fp8", "mxfp8", "nvfp4")
         fp8, mx, nv = (matmul_seconds(device, 32768, 8192, 8192, dtype=dtype, casts=False) for dtype in dtypes)
-        assert mx == fp8 and nv / fp8 == pytest.approx(0.6, rel=0.02), name
+        assert mx == fp8 and nv / fp8 == pytest.approx(share, rel=0.03), name
         assert nv > 2 * 32768 * 8192 * 8192 / ACCELERATORS[name].peak_flops["nvfp4"].value
     steps = [predicted(name).step_seconds for name in ("nvfp4", "mxfp8", "bf16")]
     assert steps == sorted(steps)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -116,3 +117,18 @@ def test_a_batch_that_was_brought_to_whole_sequences_is_noted(capsys) -> None:
     assert "global batch: 512 sequences, 4,194,304 tokens; 4M rounded" in capsys.readouterr().out
     assert main([*ON_64, "--tokens-per-batch", "4Mi"]) == 0
     assert "rounded" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("stack", "wanted"), [("eager", "--explain"), ("transformers", "--print-flags")])
+def test_the_next_command_prints_settings_only_of_a_trainer_that_has_them(capsys, stack, wanted):
+    words = ["--model", "llama-3-8b", "--gpus", "8xh100", "--stack", stack]
+    assert main(["plan", *words, "--brief"]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("next")]
+    assert line.endswith(wanted)
+    assert main(shlex.split(line.removeprefix("next").strip())[1:]) == 0
+
+
+@pytest.mark.parametrize("name", ["accelerate", "trl", "axolotl"])
+def test_a_program_that_a_stack_stands_for_is_named(capsys, name):
+    assert main(["plan", "--model", "llama-3-8b", "--gpus", "8xh100", "--stack", name]) == 2
+    assert "transformers stands for it" in capsys.readouterr().err

@@ -56,14 +56,6 @@ def test_a_schedule_that_is_not_stated_is_open(schedule: str, vpp: str, chunks: 
     assert {layout.virtual_stages for layout in setup.layouts} == chunks
 
 
-@pytest.mark.parametrize(("width", "etp", "expected"), [("2048", "", 1), ("8192", "", 4), ("2048", "4", 4), ("8192", "1", 1)])
-def test_megatron_cuts_wide_experts_over_tp_unless_a_row_says_otherwise(width: str, etp: str, expected: int):
-    cells = {"framework": "Megatron-LM", "experts": "8", "topk": "2", "expert_ffn": width, "hidden": "4096", "ep": "2", "etp": etp}
-    setup = setup_of(config(**cells, tp="4", pp="1", dp="2", n_gpus="8", micro_batch="1", global_batch="16", zero_stage="1"))
-    assert {layout.expert_tp for layout in setup.layouts} == {expected}
-    assert ("experts cut by tp = 4" in setup.assumed) == (expected > 1 and not etp)
-
-
 @pytest.mark.parametrize("key", ["megascale", "somewhere"])
 def test_megascale_s_baseline_has_nothing_beside_its_passes(key: str):
     setup = setup_of(config(framework="Megatron-LM (commit 285068c8)", source_key=key))

@@ -38,7 +38,12 @@ def workload(stack: str = "ultrascale", *, model: str = "llama-3-8b", gpus: str 
         ("deepspeed", {"cp": (2,), "tp": (2,)}, "without tp and pp only", "Drop the others"),
         ("nanotron", {"dp": (32,), "dp_shard": (8,)}, "nanotron has no hybrid sharding", "Leave it out"),
         ("llm-foundry", {"pp": (2,)}, "llm-foundry has no pipeline", "Use 1"),
-        ("megatron-deepspeed", {"sequence_parallel": (True,)}, "megatron-deepspeed has no sequence parallelism", "Leave it out"),
+        (
+            "megatron-deepspeed",
+            {"sequence_parallel": (True,)},
+            "megatron-deepspeed has no sequence parallelism",
+            "Leave it out",
+        ),
         ("ultrascale", {"tp": (8,), "pp": (64,)}, "tp 8 x pp 64 = 512 GPUs are more than 64", "Change one"),
         ("ultrascale", {"tp": (2,), "pp": (1,), "cp": (1,), "dp": (4,)}, "tp 2 x dp 4 = 8 GPUs leave 56 of 64", "leave"),
         ("ultrascale", {"tp": (4, 3)}, "tp = 3 does not divide 64 GPUs", "2 or 4"),

@@ -18,6 +18,7 @@ from ultrascale.cli.main import main
 from ultrascale.config.resolve import to_toml
 from ultrascale.description.layout import Layout
 from ultrascale.description.run import Optimizer, Run
+from ultrascale.storage import open_store
 
 
 def ultrascale(server: str, folder: Path, *words: str, **more: str) -> subprocess.CompletedProcess[str]:
@@ -87,6 +88,10 @@ def test_what_is_in_a_bucket_is_listed_verified_and_exported(
     assert "verified" in told(0, "checkpoint", "verify", f"{place}/small")
     assert f"{place}/exports/a" in told(0, "export", f"{place}/small", f"{place}/exports/a")
     assert "holds something already" in told(2, "export", f"{place}/small", f"{place}/exports/a")
+    told(0, "export", f"{place}/small", f"{place}/exports/a", "--overwrite")
+    with reached_at(server):
+        open_store(f"{place}/exports/b").write("config.json", b'{"model_type": "gpt2", "n_embd": 768}')
+    assert "holds another model" in told(2, "export", f"{place}/small", f"{place}/exports/b", "--overwrite")
     told(0, "export", f"{place}/exports/a", "copy")
     told(0, "export", "small", "local")
     for name in ("config.json", "model.safetensors"):

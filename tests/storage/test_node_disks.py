@@ -224,11 +224,10 @@ def on_one_disk(rendezvous: str, run: Run, stop: int | None = None) -> int:
     return train_here(run, before_step=None if stop is None else stop_at(stop), rendezvous=rendezvous).steps_done
 
 
-@pytest.fixture
-def straight(tmp_path: Path) -> dict[str, str]:
-    """Of the same run on one disk, without a store and without an end before its last step."""
-    folder = tmp_path / "straight"
-    folder.mkdir()
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Of the same run on one disk, without a store and without an end before its last step; trained once for all."""
+    folder = tmp_path_factory.mktemp("straight")
     make_corpus(folder / "tokens")
     apart(run_forked, 4, on_one_disk, small_run(folder, layout=FOUR))
     return digests(state(small_run(folder)))

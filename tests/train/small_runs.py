@@ -6,13 +6,14 @@ import json
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from stand_ins import made_up_peak
 
 from ultrascale.checkpoint import load_full, newest_valid
 from ultrascale.data.indexed import ShardWriter
@@ -20,6 +21,7 @@ from ultrascale.description.architecture.model import Model
 from ultrascale.description.layout import Layout
 from ultrascale.description.run import Batch, Checkpoint, Data, Log, Optimizer, RampStage, Run, Source
 from ultrascale.launch.forked import run_forked
+from ultrascale.measure.machine import ceilings
 from ultrascale.train import loop
 from ultrascale.train.step import StepResult
 from ultrascale.train.trainer import Trainer
@@ -29,6 +31,7 @@ MODEL = Model(
     head_dim=8, max_position_embeddings=16, initializer_range=0.1, name="smallest",
 )  # fmt: skip
 STEPS = 12
+MEASURED_PEAK = ceilings.peak_flops
 BeforeStep = Callable[[Trainer], None]
 
 
@@ -77,8 +80,8 @@ def before_each_step(before_step: BeforeStep | None) -> Iterator[None]:
 
 
 def train_here(run: Run, *, before_step: BeforeStep | None = None, rendezvous: str = "env://", **options: Any) -> loop.Outcome:
-    """Train in this process, with `before_step` before each step."""
-    with before_each_step(before_step):
+    """Train in this process, with `before_step` before each step; MFU is by a made-up peak, or that of the test's own."""
+    with before_each_step(before_step), made_up_peak() if ceilings.peak_flops is MEASURED_PEAK else nullcontext():
         return loop.train(run, rendezvous=rendezvous, **options)
 
 

@@ -16,6 +16,7 @@ from ultrascale.description.layout import Layout
 from ultrascale.description.problems import SpecError
 from ultrascale.description.run import Data, Run, Source
 from ultrascale.train.corpora import build_loader, vocabulary_notes
+from ultrascale.train.folder.export import keep_tokenizer
 from ultrascale.train.start.trained import open_trained
 
 TEXT = "the model says what the model says, and what it says is in the text that it saw\n" * 40
@@ -107,3 +108,14 @@ def test_a_vocabulary_padded_to_a_multiple_is_not_noted(run):
     padded = [(50257, 50304), (50257, 51200), (151_643, 152_064), (128_000, 129_280), (257, 384), (300, 300)]
     assert [notes(*sizes) for sizes in padded] == [0] * len(padded)
     assert [notes(1024, 4096), notes(300, 2048), notes(300, 448), notes(300, 448, tp=2)] == [1, 1, 1, 0]
+
+
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_a_runs_folder_keeps_the_chat_template_that_lies_beside_the_tokenizer_of_its_data(run, home, scheme):
+    (home / "text" / "chat_template.jinja").write_text("{{ messages }}")
+    run = replace(run, data=replace(run.data, sources=(Source(f"{scheme}{home / 'text'}"),)))
+    kept = home / run.name
+    kept.mkdir()
+    keep_tokenizer(run)
+    assert (kept / "chat_template.jinja").read_text() == "{{ messages }}"
+    assert (kept / "tokenizer.json").read_bytes() == (home / "text" / "tokenizer.json").read_bytes()

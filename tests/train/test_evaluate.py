@@ -56,6 +56,21 @@ def test_the_held_out_loss_is_that_of_one_process_for_every_layout(run, layout):
     assert (found / expected - 1).abs().max() < 1e-11
 
 
+def test_no_sequence_of_a_small_corpus_counts_twice_and_the_log_says_over_how_many_the_loss_is(run):
+    whole = sum(build_loader(run, run.data.validation).sequences_per_epoch)
+    runs = [
+        replace(run, name=f"over-{sequences}", evaluation=Evaluation(every_steps=4, sequences=sequences))
+        for sequences in (whole, whole + whole // 2, 7)
+    ]
+    for each in runs:
+        train_here(each)
+    all_once, more, seven = (validation_losses(each) for each in runs)
+    assert all_once == more != seven
+    logs = [(Path(each.folder) / each.name / "log.txt").read_text() for each in runs]
+    for log, sequences in zip(logs, (whole, whole, 7), strict=True):
+        assert f"val/loss: the mean over {sequences:,} of {whole:,} sequences of {run.data.validation[0].path} (" in log
+
+
 def losses_before_and_after(rank: int, run: Run) -> tuple[float, float, float]:
     """With the weights halved in between, as loading a checkpoint writes them; and with them from the start."""
     ranks = Ranks(rank, 2, torch.device("cpu"), dist.group.WORLD)

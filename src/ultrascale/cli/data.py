@@ -90,7 +90,7 @@ def prepare(
     Args:
         inputs: Files, or folders to search for files; also s3://, gs://, az:// and hf://.
         output: Folder for the shards, manifest.json and tokenizer.json.
-        tokenizer: Path of a tokenizer.json.
+        tokenizer: A tokenizer.json, or the Hugging Face folder that holds one.
         train_tokenizer: Alternatively, train a byte-level BPE of this vocabulary size on the input.
         eod: End-of-document token of the tokenizer, if it is not one of the usual ones.
         field: Field with the text: the column of JSONL, tables and MDS; the extension of WebDataset, or the field of its .json.
@@ -104,6 +104,9 @@ def prepare(
         json: Print the result as JSON.
     """
     from ultrascale.data.preparing import prepare as preparation
+
+    if tokenizer is not None and tokenizer.is_dir():
+        tokenizer /= preparation.TOKENIZER
 
     recipe = preparation.Recipe(
         tokenizer=tokenizer, train_tokenizer=train_tokenizer, eod=eod, field=field, glob=glob, exclude=exclude, on_bad=on_bad,

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ultrascale.config.resolve import Resolved, run_from_toml
-from ultrascale.config.rules.early import STORE_URL
+from ultrascale.config.rules.early import STORE_URL, validation_folders
 from ultrascale.description.problems import SpecError
 from ultrascale.description.run import Run, Source
 from ultrascale.description.units import count_of
@@ -46,14 +46,17 @@ def train_defaults(resolved: Resolved, island_folder: Path | None = None) -> tup
         origins["optimizer.warmup_steps"] = origin
         lines.append(f"warm-up: {steps} of {run.steps} steps (optimizer.warmup_steps = 0 for none)")
     every, sources = _evaluation(run, before)
-    if every and sources and {"data.validation", "evaluation.every_steps"} <= is_open:
+    asked = {"evaluation.every_steps"} - is_open
+    if asked:
+        every, sources = run.evaluation.every_steps, sources or _held_out(run)
+    if every and sources and "data.validation" in is_open:
         run = replace(
             run, data=replace(run.data, validation=sources), evaluation=replace(run.evaluation, every_steps=every)
         )  # fmt: skip
         is_kept = before is not None and sources == before.data.validation
         origins |= {
             "data.validation": FROM_RUN_START if is_kept else ORIGIN,
-            "evaluation.every_steps": FROM_RUN_START if before else ORIGIN,
+            **({} if asked else {"evaluation.every_steps": FROM_RUN_START if before else ORIGIN}),
         }
         paths = ", ".join(source.path for source in sources)
         lines.append(f'validation: {paths}, every {count_of(every, "step")} (evaluation.every_steps = "none" for never)')
@@ -65,17 +68,16 @@ def train_defaults(resolved: Resolved, island_folder: Path | None = None) -> tup
 def _evaluation(run: Run, before: Run | None) -> tuple[int | None, tuple[Source, ...]]:
     """Steps between two evaluations, and validation sources: text held out beside the run's sources, wherever they are now, or
     other sources that were named when the run began."""
-    prepared = tuple(Source(str(path)) for path in _validation_folders(run) if path.is_dir())
+    prepared = _held_out(run)
     if before is None:
         return max(1, run.steps // EVALUATIONS), prepared
     earlier = before.data.validation
-    is_made = {Path(source.path) for source in earlier} <= {*_validation_folders(before)}
+    is_made = {Path(source.path) for source in earlier} <= {*validation_folders(before)}
     return before.evaluation.every_steps, prepared if earlier and is_made else earlier
 
 
-def _validation_folders(run: Run) -> list[Path]:
-    """Folders in which `data prepare` keeps the text that it holds out of each source."""
-    return [Path(source.path) / "validation" for source in run.data.sources]
+def _held_out(run: Run) -> tuple[Source, ...]:
+    return tuple(Source(str(path)) for path in validation_folders(run) if path.is_dir())
 
 
 def _run_at_start(folder: Path) -> Run | None:

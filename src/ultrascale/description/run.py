@@ -137,10 +137,10 @@ class Evaluation:
     """Loss on validation data."""
 
     every_steps: int | None = None
-    """Steps between evaluations. None: never. If neither this nor `data.validation` is set and `data prepare` held out text,
-    `train` uses a tenth of the run."""
+    """Steps between evaluations. None: never. If `data.validation` is not set and `data prepare` held out text, `train` reads
+    that, and if this is not set either, a tenth of the run lies between."""
     sequences: int = 32
-    """Sequences of each validation source; the same ones at every evaluation."""
+    """Sequences of each validation source, at most all that it has; the same ones at every evaluation."""
 
 
 @dataclass(frozen=True)

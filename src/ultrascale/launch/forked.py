@@ -19,6 +19,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 import traceback
@@ -43,6 +44,8 @@ that repeats, lookups are slow and no lock is held.
 """
 _forks_here = True
 """False once a fork of this process failed to compute: its threads stay."""
+_threads_of_proof: frozenset[str] = frozenset()
+"""Threads of this process when a fork of it last computed (Linux)."""
 
 
 class RankFailed(RuntimeError):
@@ -61,9 +64,14 @@ def run_forked(world: int, function: Callable[..., Any], *arguments: Any) -> lis
 
 
 def forks_compute(seconds: float = PROBE_SECONDS) -> bool:
-    """True if a fork of this process can run a backward pass within so many seconds, as tested by a first fork."""
+    """True if a fork of this process can run a backward pass within so many seconds, as tested by a first fork; again only once
+    this process has a thread that it did not have then."""
+    global _threads_of_proof
     import torch
 
+    threads = frozenset(os.listdir("/proc/self/task") if sys.platform == "linux" else ())
+    if threads and threads <= _threads_of_proof:
+        return True
     if (process := os.fork()) == 0:
         code = 1
         try:
@@ -77,7 +85,9 @@ def forks_compute(seconds: float = PROBE_SECONDS) -> bool:
             os.kill(process, signal.SIGKILL)
             until = float("inf")
         time.sleep(0.001)
-    return ended[1] == 0
+    if computes := ended[1] == 0:
+        _threads_of_proof = threads
+    return computes
 
 
 def _run_apart(world: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> list[Any]:

@@ -53,7 +53,7 @@ class DecoderCache:
 
 @torch.no_grad()
 def generate(decoder: Decoder, prompt: Sequence[int], sampling: Sampling) -> Iterator[int]:
-    """New token ids after `prompt`, one by one, until `max_new_tokens`, the stop token, or the end of the model's context.
+    """New token ids after `prompt`, one by one, until `max_new_tokens`, a stop token, or the end of the model's context.
 
     The same seed gives the same text. Raises SpecError if `sampling` is invalid, or the prompt is empty, longer than the
     context, or has an id outside the vocabulary.
@@ -69,7 +69,7 @@ def generate(decoder: Decoder, prompt: Sequence[int], sampling: Sampling) -> Ite
     for _ in range(len(prompt), max_length):
         logits = decoder(new, cache=cache)[0, -1]
         token = choose(logits.float().cpu(), sampling, generator)
-        if token == sampling.stop_token:
+        if token in sampling.stop_tokens:
             return
         yield token
         new = torch.tensor([[token]], device=weight.device)

@@ -21,8 +21,8 @@ class Sampling:
     top_p: float | None = None
     """Nucleus to draw from: only the likeliest tokens that together reach this probability (Holtzman et al. 2020)."""
     seed: int = 0
-    stop_token: int | None = None
-    """Token that ends the text; not part of it."""
+    stop_tokens: tuple[int, ...] = ()
+    """Tokens that end the text; not part of it."""
 
     def problems(self) -> list[Problem]:
         """Problems of the settings; empty if they are valid."""

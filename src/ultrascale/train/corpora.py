@@ -12,7 +12,8 @@ from ultrascale.data.loader import Loader
 from ultrascale.description.problems import Problem, SpecError
 from ultrascale.description.rank_environment import env_world_size
 from ultrascale.description.run import Run, Source
-from ultrascale.models.files.tokenizer_files import find_tokenizer
+from ultrascale.description.units import count_of
+from ultrascale.models.files.tokenizer_files import TOKENIZER_FILE, find_tokenizer
 from ultrascale.storage import url_of
 
 PADDED_TO = 128
@@ -106,6 +107,32 @@ def expect_one_tokenizer(run: Run, training: Loader, validation: dict[str, Loade
     problems += _tokenizer_problems(run.data.tokenizer, known)
     if problems:
         raise SpecError(problems)
+
+
+def expect_tokenizer_of(folder: Path, training: Loader) -> None:
+    """Raises SpecError if ids of a corpus stand for other tokens than in the `tokenizer.json` of a Hugging Face folder, for
+    which its weights were trained. Ids that only one of the two has pass, as does a folder or corpus without the file."""
+    file = folder / TOKENIZER_FILE
+    if not file.is_file():
+        return
+    problems, of_folder = [], _tokens_by_id(file)
+    for corpus in training.corpora:
+        of_corpus = {} if corpus.tokenizer_path is None else _tokens_by_id(corpus.tokenizer_path)
+        differing = sorted(number for number in of_folder.keys() & of_corpus.keys() if of_folder[number] != of_corpus[number])
+        if differing:
+            first = differing[0]
+            example = f"{count_of(len(differing), 'id')} differ, {first} is {of_corpus[first]!r}, there {of_folder[first]!r}"
+            rule = f"was prepared with another tokenizer than that of {folder}: {example}"
+            remedy = f"Prepare it for these weights: ultrascale data prepare TEXT --tokenizer {file} --output ANOTHER"
+            problems.append(Problem(str(corpus.path), rule, remedy))
+    if problems:
+        raise SpecError(problems)
+
+
+def _tokens_by_id(file: Path) -> dict[int, str]:
+    from ultrascale.data.tokenizer import load_tokenizer
+
+    return {number: token for token, number in load_tokenizer(file).get_vocab(with_added_tokens=True).items()}
 
 
 def _tokenizer_problems(tokenizer: str | None, known: list[tuple[Path, str]]) -> list[Problem]:

@@ -10,6 +10,8 @@ import torch
 from ultrascale import heartbeat
 from ultrascale.data.loader import Loader
 from ultrascale.description.progress import StepSpan
+from ultrascale.description.run import Run
+from ultrascale.description.units import count_of
 from ultrascale.parallel.data.data_parallel import release_parameters
 from ultrascale.train.micro_batches import MicroBatch, sequence_numbers
 from ultrascale.train.session.moments import LoopObserver, Session, StepDone
@@ -30,12 +32,31 @@ class HeldOut(LoopObserver):
         every, started = session.run.evaluation.every_steps, time.perf_counter()
         if not (session.is_due(every) or (every and session.is_complete)):
             return
-        trainer, sequences = session.trainer, session.run.evaluation.sequences
+        trainer = session.trainer
         compiles, self.has_evaluated = session.run.compile and not self.has_evaluated, True
         with slow_part(trainer, "evaluating", session.run.collective_timeout_seconds) if compiles else nullcontext():
-            done.values |= {name: evaluate(trainer, loader, sequences) for name, loader in self.validation.items()}
+            done.values |= {
+                name: evaluate(trainer, loader, evaluated_sequences(session.run, loader))
+                for name, loader in self.validation.items()
+            }
         done.values["perf/eval_s"] = time.perf_counter() - started
         done.is_recorded = True
+
+
+def evaluated_sequences(run: Run, loader: Loader) -> int:
+    """Number of sequences of one validation corpus that an evaluation is over: each of them once."""
+    return min(run.evaluation.sequences, sum(loader.sequences_per_epoch))
+
+
+def evaluation_lines(run: Run, validation: dict[str, Loader]) -> list[str]:
+    """A line for each metric: over how much of its validation corpus it is a mean."""
+    return [
+        f"{name}: the mean over {evaluated_sequences(run, loader):,} of "
+        f"{count_of(sum(loader.sequences_per_epoch), 'sequence')} of {', '.join(source.path for source in loader.sources)} "
+        "(evaluation.sequences)"
+        for name, loader in validation.items()
+        if run.evaluation.every_steps
+    ]
 
 
 def evaluate(trainer: Trainer, loader: Loader, num_sequences: int) -> float | None:

@@ -8,12 +8,12 @@ published runs were tuned, and widens the interval to the others. Values filled 
     dp                n_gpus / (tp pp cp)
     zero_stage, sp    default of its program (`catalogue.stacks.stack_files.Usual`)
     micro_batch       with neither batch nor pipeline 1 to 8 sequences, of a global batch of 8 a rank
-    etp               tp where the program's default is to cut experts, and they are at least as wide as the model; else 1
     grad_accum        global_batch / (dp micro_batch); in a pipeline without both, one micro-batch per stage
     global_batch      dp micro_batch grad_accum
     precision         bf16; fp16 on devices without bf16
     seq_len           4096
     tp, pp, cp        remaining factor of n_gpus / dp: tp within a node, then pp
+    etp               default of its program, but experts narrower than the model stay whole beside ep
 
 Rows come from many sources. A row with a number out of range cannot be represented; an unknown word is predicted as the default
 setting, and the prediction reports which.
@@ -210,14 +210,16 @@ def _zero(config: RunConfig, usual: Usual, dp: int, pp: int, assumed: list[str])
 
 
 def _experts(config: RunConfig, model: Model, usual: Usual, ranks: int, assumed: list[str]) -> tuple[int, int]:
+    """ep, and the degree of tp within each expert: recipes set 1 for fine-grained experts, whose GEMMs would be too narrow."""
     if not model.num_experts:
         return 1, 1
     ep = config.ep or 1
-    is_cut = usual.expert_tp == "tp" and model.moe_intermediate_size >= model.hidden_size
-    for expert_tp in (config.etp or (config.tp or 1 if is_cut else 1), 1):
+    is_fine = model.moe_intermediate_size < model.hidden_size and ep > 1
+    preferred = config.etp or (config.tp or 1 if usual.expert_tp == "tp" and not is_fine else 1)
+    for expert_tp in (preferred, 1):
         if ranks % (ep * expert_tp) == 0 and model.num_experts % ep == 0:
-            if config.etp is None and expert_tp > 1:
-                assumed.append(f"experts cut by tp = {expert_tp}")
+            if config.etp is None and (config.tp or 1) > 1:
+                assumed.append(f"experts cut by tp = {expert_tp}" if expert_tp > 1 else "experts not cut by tp")
             return ep, expert_tp
     raise UnrepresentableError(f"ep = {ep} does not divide {model.num_experts} experts and tp x cp x dp = {ranks}")
 
@@ -450,6 +452,8 @@ def read_differently(config: RunConfig, model: Model, layout: Layout) -> Iterato
         yield f"recompute {config.recompute!r} is read as {layout.recompute}"
     if config.pp_schedule and not re.search(_SCHEDULES, config.pp_schedule.lower()):
         yield f"pp_schedule {config.pp_schedule!r} is read as {layout.schedule}"
+    if re.search(_TWICE_THE_ACTIVATIONS, config.pp_schedule.lower()):
+        yield f"pp_schedule {config.pp_schedule!r} is read as {layout.schedule}, which holds half as many activations"
     if config.attn_kind and not re.search("mha|mqa|gqa|mla|swa", config.attn_kind.lower()):
         yield f"attn_kind {config.attn_kind!r} is not read: heads and kv_heads say what attention it is"
     if (
@@ -465,6 +469,8 @@ def read_differently(config: RunConfig, model: Model, layout: Layout) -> Iterato
 
 
 _SCHEDULES = "|".join(schedule.pattern for schedule in SCHEDULES.values() if schedule.pattern)
+_TWICE_THE_ACTIVATIONS = r"zb[-_ ]*(?:h2|2p)"
+"""Zero-bubble schedules without a bubble, in twice the activations of 1F1B (Qi et al. 2023)."""
 _NOTHING = ("0", "no", "false", "off")
 
 

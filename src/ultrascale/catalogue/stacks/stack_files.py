@@ -37,6 +37,8 @@ class Abilities:
     hybrid_stages: tuple[int, ...] = ()
     """ZeRO stages whose state can be sharded over a part of the data-parallel ranks and replicated over the rest (HSDP)."""
     tensor: bool = True
+    shards_beside_tensor: bool = False
+    """Data parallelism beside tensor or context parallelism shards the training state: no ZeRO 0 there."""
     sequence: bool = True
     """Sequence parallelism beside tensor parallelism."""
     cp_methods: tuple[str, ...] = ()
@@ -136,8 +138,9 @@ class StackFile:
 def stack_file(name: str) -> StackFile:
     """The file with this name. Raises SpecError with the known names."""
     if name not in stack_names():
-        remedy = f"Choose one of {', '.join(stack_names())}."
-        raise mistake("stack", f"there is no trainer called {name!r}", _nearest(name, stack_names(), remedy))
+        program, remedy = program_of(name), f"Choose one of {', '.join(stack_names())}."
+        remedy = f"{program[0]} stands for it." if program else _nearest(name, stack_names(), remedy)
+        raise mistake("stack", f"there is no trainer called {name!r}", remedy)
     table = tomllib.loads((FOLDER / f"{name}.toml").read_text(encoding="utf-8"))
     base = stack_file(table["extends"]) if "extends" in table else None
     leaves = dict(_leaves(table.get("settings", {})))

@@ -13,6 +13,7 @@ from ultrascale.catalogue.stacks.stack_files import changed_settings, stack_file
 from ultrascale.cli.terminal.parse import parse_with_overrides, take_settings
 from ultrascale.cli.terminal.screen import console_for_people, print_json, waiting
 from ultrascale.description.units import parse_tokens
+from ultrascale.plan.flags.trainers import has_settings
 from ultrascale.plan.report import DEFAULT_OPTIMIZER, RunPlan, not_trainable
 
 
@@ -121,7 +122,8 @@ def next_of_run(chosen: RunPlan, words: list[str]) -> str:
         stack = [chosen.stack.name, *(word for key, value in changed.items() for word in (f"--stack.{key}", str(value)))]
         again = stack_file(chosen.stack.name).stack.optimizer if of_run == DEFAULT_OPTIMIZER else of_run
         short = [] if optimizer == again or "optimizer" in changed else ["--optimizer", optimizer]
-        return f"ultrascale plan {shlex.join([*words, *short, '--stack', *stack])} --print-flags"
+        wanted = "--print-flags" if has_settings(chosen.stack.name) else "--perfetto step.json"
+        return f"ultrascale plan {shlex.join([*words, *short, '--stack', *stack])} {wanted}"
     optimizer_words = [] if optimizer in (DEFAULT_OPTIMIZER, of_run) else ["--optimizer.name", optimizer]
     arguments = shlex.join([*words, *optimizer_words])
     if not_trainable(chosen.run):

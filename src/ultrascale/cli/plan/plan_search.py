@@ -12,6 +12,7 @@ from ultrascale.api.planning.plan_search import SearchOutcome, sufficient_gpus
 from ultrascale.cli.plan.plan_command import next_command_words, next_of_run, num_tokens, what_would_fit
 from ultrascale.cli.terminal.screen import console_for_people
 from ultrascale.description.units import count_of, format_bytes, parse_tokens
+from ultrascale.plan.flags.trainers import has_settings
 from ultrascale.plan.report import RunPlan, not_trainable
 from ultrascale.plan.search.search import SearchResult, distinct
 from ultrascale.plan.view.notes import TIGHT_BYTES
@@ -76,8 +77,9 @@ def _next_command(chosen: RunPlan, request: PlanRequest, searched: SearchOutcome
         return " ".join(words) + f"   {what_would_fit(chosen, more_gpus=searched.smallest_that_fits is not None)}"
     if request.options.save is not None:
         return next_of_run(chosen, [request.options.save])
-    if chosen.stack.name != "ultrascale":
+    is_foreign = chosen.stack.name != "ultrascale"
+    if is_foreign and has_settings(chosen.stack.name):
         return " ".join([*words, "--print-flags"])
-    if not_trainable(chosen.run):
+    if is_foreign or not_trainable(chosen.run):
         return " ".join([*words, "" if request.options.explain else "--explain"]).rstrip()
     return " ".join([*words, "--save run.toml"])

@@ -10,14 +10,15 @@ import tyro
 
 from ultrascale.cli.terminal.parse import parse
 from ultrascale.cli.terminal.screen import print_json, waiting
-from ultrascale.cli.terminal.stores import fetched, store_of, uploaded
+from ultrascale.cli.terminal.stores import CONFIG, fetched, store_of, uploaded
 from ultrascale.cli.weights.opening import expect_contents, folder_problems, open_trained_and_print
 from ultrascale.config.resolve import resolve
 from ultrascale.description.problems import SpecError, mistake
 from ultrascale.description.progress import tokens_after
 from ultrascale.description.units import format_count
 from ultrascale.models.files.tokenizer_files import find_tokenizer
-from ultrascale.storage import url_of
+from ultrascale.storage import MissingError, url_of
+from ultrascale.storage.hub import HubStore
 from ultrascale.train.folder.run_folder import RunFolder
 
 
@@ -94,8 +95,7 @@ def _exported(
     address = None
     with fetched(checkpoint) as source_folder, uploaded(out, overwrite=overwrite) as target:
         trained = open_trained_and_print(source_folder)
-        if store_of(out) is None:
-            expect_same_model(out, trained.model)
+        expect_same_model(str(url_of(out) or out), _held_config(out), trained.model)
         dtype = trained.dtype if precision == "as-is" else TORCH_DTYPE[precision]
         folder = export_folder(
             trained.weights,
@@ -130,6 +130,14 @@ def _exported(
         if not has_tokenizer:
             print("no tokenizer went along: none was found with the run's data; --tokenizer names one")
     return 0
+
+
+def _held_config(out: Path) -> bytes:
+    """`config.json` of an earlier export; nothing if there is none, or on the Hub, where a push keeps what was there."""
+    store = store_of(out)
+    with suppress(OSError, MissingError):
+        return (out / CONFIG).read_bytes() if store is None else b"" if isinstance(store, HubStore) else store.read(CONFIG)
+    return b""
 
 
 def command(arguments: list[str]) -> int:

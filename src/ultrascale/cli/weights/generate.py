@@ -45,7 +45,7 @@ def generate(
     Args:
         folder: Run folder (its newest complete checkpoint), checkpoint, or Hugging Face folder.
         prompt: Text to continue. Empty: a new document.
-        max_new_tokens: Stop after this many tokens, or earlier at the end of a document.
+        max_new_tokens: Stop after this many tokens, or earlier at the end of a document, or of a chat's turn.
         temperature: Sampling temperature: values below 1 prefer likelier tokens; 0 always takes the likeliest.
         top_k: Sample only from the k likeliest tokens.
         top_p: Sample only from the likeliest tokens that together reach this probability.
@@ -71,8 +71,8 @@ def generate(
     _expect_none(_device_problems(device))
     trained = open_trained_and_print(folder)
     file = _tokenizer_file(trained, tokenizer)
-    vocabulary, stop = _read_tokenizer(file)
-    ids = vocabulary.encode(prompt).ids if prompt else _document_start(stop)
+    vocabulary, ends = _read_tokenizer(file)
+    ids = vocabulary.encode(prompt).ids if prompt else _document_start(ends)
     _expect_none(_vocabulary_problems(trained, file, vocabulary) or prompt_problems(trained.model, ids))
     where = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     decoder = trained.decoder(dtype=TORCH_DTYPE[precision], device=where)
@@ -80,7 +80,7 @@ def generate(
     pieces: list[str] = []
     stream = DecodeStream(skip_special_tokens=False)
     _write(prompt, silent=json)
-    for token in continue_text(decoder, ids, replace(sampling, stop_token=stop)):
+    for token in continue_text(decoder, ids, replace(sampling, stop_tokens=ends)):
         new_ids.append(token)
         pieces.append(stream.step(vocabulary, token) or "")  # None: only some bytes of a character so far
         _write(pieces[-1], silent=json)
@@ -135,13 +135,12 @@ def _tokenizer_file(trained: Trained, file: Path | None) -> Path:
     return find_tokenizer(file or trained.tokenizer or "")
 
 
-def _read_tokenizer(file: Path) -> tuple[Tokenizer, int | None]:
-    """The tokenizer, and its end-of-document token if it has one."""
+def _read_tokenizer(file: Path) -> tuple[Tokenizer, tuple[int, ...]]:
+    """The tokenizer, and the tokens that end a text; the last of them ends a document."""
     from ultrascale.data.tokenizer import load_tokenizer
-    from ultrascale.models.files.tokenizer_files import special_tokens
+    from ultrascale.models.files.tokenizer_files import end_ids
 
-    end = special_tokens(file).get("eos")
-    return load_tokenizer(file), end[1] if end else None
+    return load_tokenizer(file), tuple(end_ids(file))
 
 
 def _vocabulary_problems(trained: Trained, file: Path, vocabulary: Tokenizer) -> list[Problem]:
@@ -173,12 +172,12 @@ def _fingerprints(trained: Trained) -> set[str]:
     return set() if trained.tokenizer is None else {hashlib.sha256(trained.tokenizer.read_bytes()).hexdigest()}
 
 
-def _document_start(stop: int | None) -> list[int]:
+def _document_start(ends: tuple[int, ...]) -> list[int]:
     """Tokens before a new document: the end of another one."""
-    if stop is None:
+    if not ends:
         rule = "is empty, and the tokenizer has no token that ends a document"
         raise mistake("prompt", rule, 'Give a text to continue, such as --prompt "Once".')
-    return [stop]
+    return [ends[-1]]
 
 
 def _write(text: str, *, silent: bool) -> None:

@@ -56,6 +56,11 @@ def expect_ready(run: Run) -> None:
         raise SpecError(problems)
 
 
+def validation_folders(run: Run) -> list[Path]:
+    """Folders in which `data prepare` keeps the text that it holds out of each source."""
+    return [Path(source.path) / "validation" for source in run.data.sources]
+
+
 def _source_problems(key: str, source: str) -> Iterator[Problem]:
     path = Path(source)
     os.fsencode(path)  # where the locale cannot encode it, is_dir() is False: UnicodeEncodeError says more
@@ -67,8 +72,11 @@ def _source_problems(key: str, source: str) -> Iterator[Problem]:
     elif path.is_dir() and not holds_prepared(path):
         yield Problem(key, f"{source} {UNPREPARED}", MAKE_ONE)
     elif not path.is_dir() and not _is_prefix(path):
-        remedy = f"Make it: ultrascale data prepare TEXT --train-tokenizer 4096 --output {source}"
-        yield Problem(key, f"there is no prepared text at {source}", remedy)
+        text, output = (source, "PREPARED") if path.is_file() else ("TEXT", source)
+        of_weights = "for imported weights with --tokenizer and their folder in its place"
+        remedy = f"Make it: ultrascale data prepare {text} --output {output} --train-tokenizer 4096   ({of_weights})"
+        rule = f"{source} is a file that is not prepared" if path.is_file() else f"there is no prepared text at {source}"
+        yield Problem(key, rule, remedy)
 
 
 def data_missing_here(run: Run) -> list[str]:

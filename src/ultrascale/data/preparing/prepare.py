@@ -41,6 +41,7 @@ from ultrascale.data.reading.inputs import InputFile, Part, cut_shards, find_fil
 from ultrascale.data.tokenizer import tokenizer_facts, train_tokenizer, vocabulary_problem
 from ultrascale.description.units import count_of
 from ultrascale.failpoints import failpoint
+from ultrascale.models.files.tokenizer_files import copy_beside
 from ultrascale.output_file import make_durable
 from ultrascale.storage import url_of
 from ultrascale.storage.location import obstacle
@@ -66,7 +67,7 @@ class Recipe:
     """The settings of a preparation, without inputs and output."""
 
     tokenizer: Path | None = None
-    """A `tokenizer.json`; or else:"""
+    """A `tokenizer.json`, whose neighbours in a Hugging Face folder go along for exports; or else:"""
     train_tokenizer: int | None = None
     """Vocabulary of a byte-level BPE trained on the input."""
     eod: str | None = None
@@ -264,6 +265,8 @@ def _settle(
         return facts, request
     if recipe.tokenizer:
         write_whole(path, recipe.tokenizer.read_bytes())
+        with writing(folder):
+            copy_beside(recipe.tokenizer, folder)
     else:
         trained = train_tokenizer(_training_texts(shards, recipe, folder), recipe.train_tokenizer or 0)
         write_whole(path, trained.to_str(pretty=True).encode())
@@ -370,6 +373,8 @@ def _conclude(
     for folder, manifest in zip(folders[::-1], manifests[::-1], strict=True):
         if folder != folders[0]:
             write_whole(folder / TOKENIZER, (folders[0] / TOKENIZER).read_bytes())
+            with writing(folder):
+                copy_beside(folders[0] / TOKENIZER, folder)
         with writing(folder):
             make_durable(folder)
         failpoint("prepare.durable")

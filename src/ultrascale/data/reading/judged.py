@@ -10,6 +10,7 @@ from typing import Any
 from ultrascale.data.files import DataError
 
 REPAIR = "Repair it, or leave such documents out with --on-bad skip."
+OTHER_FIELD = "Name a field that holds text with --field (the messages of a chat are none), or use --on-bad skip."
 
 
 @dataclass(frozen=True)
@@ -68,8 +69,8 @@ def judged(content: bytes, where: str, key: str, offset: int) -> Document | Data
 def judged_text(value: Any, where: str, key: str) -> Document | DataError:
     """The document in a value that should be text."""
     if not isinstance(value, str):
-        kind = "null" if value is None else type(value).__name__
-        return DataError(where, f"the text is {kind}, expected a string", REPAIR, "not_text")
+        kind, remedy = ("null", REPAIR) if value is None else (type(value).__name__, OTHER_FIELD)
+        return DataError(where, f"the text is {kind}, expected a string", remedy, "not_text")
     if not value:
         return DataError(where, "the document is empty", REPAIR, "empty")
     try:

@@ -23,7 +23,7 @@ from ultrascale.description.architecture.model import Model
 from ultrascale.description.problems import Problem, SpecError, mistake
 from ultrascale.models.files.folders import fill_folder
 from ultrascale.models.files.stored import Stored, stored_weights, weight_shapes
-from ultrascale.models.files.tokenizer_files import copy_tokenizer
+from ultrascale.models.files.tokenizer_files import TOKENIZER_FILE, copy_tokenizer, end_ids
 from ultrascale.models.files.weight_files import INDEX_FILE, WEIGHTS_FILE, is_exported, weight_files
 
 # Tables in old files that can be derived from config.json.
@@ -55,24 +55,29 @@ def export_folder(
     config = to_hf(model) | {"torch_dtype": str(dtype or next(iter(state.values())).dtype).removeprefix("torch.")}
     with fill_folder(Path(folder), is_ours=is_exported, overwrite=overwrite, source=source) as partial:
         special = copy_tokenizer(tokenizer, partial, max_length=model.max_position_embeddings) if tokenizer else {}
+        ends = end_ids(partial / TOKENIZER_FILE) if tokenizer else []
         _write_shards(state, model, partial, dtype, max_shard_bytes)
         _write_json(partial / "config.json", config | special)
-        _write_json(partial / "generation_config.json", {"do_sample": True, **special})
+        _write_json(
+            partial / "generation_config.json",
+            {"do_sample": True, **special, **({"eos_token_id": ends} if len(ends) > 1 else {})},
+        )
     return Path(folder)
 
 
-def expect_same_model(folder: Path, model: Model) -> None:
-    """Raises SpecError if a folder that would be replaced holds another model: one that was downloaded, or another run's."""
+def expect_same_model(place: str, config_json: bytes, model: Model) -> None:
+    """Raises SpecError if `place`, which would be replaced, holds another model by its `config.json`: one that was downloaded,
+    or another run's."""
     try:
-        held = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        held = json.loads(config_json)
+    except (ValueError, RecursionError):
         return
     config = to_hf(model)
     sizes = [key for key, value in config.items() if isinstance(value, int) and not key.endswith(_NO_SIZE)]
     keys = [key for key in ("model_type", *sizes) if isinstance(held, dict) and key in held and held[key] != config[key]]
     if keys:
         values = ", ".join(f"{key} = {held[key]}" for key in keys[:3])
-        raise mistake(str(folder), f"holds another model ({values}) and is not replaced", "Choose another folder.")
+        raise mistake(place, f"holds another model ({values}) and is not replaced", "Choose another place.")
 
 
 _NO_SIZE = ("token_id", "max_position_embeddings", "use_cache")

@@ -36,14 +36,31 @@ def copy_tokenizer(source: str | Path, folder: Path, *, max_length: int) -> dict
     file = find_tokenizer(source)
     special = special_tokens(file)
     shutil.copyfile(file, folder / TOKENIZER_FILE)
-    for name in _BESIDE:
-        if (file.parent / name).is_file():
-            shutil.copyfile(file.parent / name, folder / name)
+    copy_beside(file, folder)
     if not (folder / "tokenizer_config.json").exists():
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": max_length}
         config |= {f"{role}_token": token for role, (token, _) in special.items()}
         (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     return {f"{role}_token_id": number for role, (_, number) in special.items()}
+
+
+def copy_beside(file: Path, folder: Path) -> None:
+    """Copy the other tokenizer files of a Hugging Face folder, its chat template among them, in place of earlier ones."""
+    if file.parent.resolve() == folder.resolve():
+        return
+    for name in _BESIDE:
+        if (file.parent / name).is_file():
+            shutil.copyfile(file.parent / name, folder / name)
+        else:
+            (folder / name).unlink(missing_ok=True)
+
+
+def end_ids(file: Path) -> list[int]:
+    """Ids of the tokens that end a text: the tokenizer's own (of a turn, in a chat model), then the usual one of a document."""
+    ids, named = _special_ids(file), special_tokens(file)
+    of_document = next((ids[token] for token in ENDS if token in ids), None)
+    ends = (named["eos"][1] if "eos" in named else None, of_document)
+    return list(dict.fromkeys(number for number in ends if number is not None))
 
 
 def special_tokens(file: Path) -> dict[str, tuple[str, int]]:

@@ -9,23 +9,28 @@ from ultrascale.catalogue.stacks.stack_files import abilities, stack_file, stack
 from ultrascale.description.layout import Layout
 from ultrascale.description.problems import Problem, SpecError, mistake
 from ultrascale.description.recomputed import is_modules, modules_named
-from ultrascale.plan.flags import deepspeed, llm_foundry, megatron, nanotron, ours, torchtitan
+from ultrascale.plan.flags import accelerate, deepspeed, llm_foundry, megatron, nanotron, ours, torchtitan
 from ultrascale.plan.flags.written import TrainerPlan
 from ultrascale.plan.workload import Workload
 
 WRITERS: dict[str, Callable[[TrainerPlan], str]] = {
     "ultrascale": ours.write, "megatron": megatron.write, "torchtitan": torchtitan.write,
     "torchtitan-python": torchtitan.write_python, "nanotron": nanotron.write, "llm-foundry": llm_foundry.write,
-    "deepspeed": deepspeed.write,
+    "deepspeed": deepspeed.write, "transformers": accelerate.write,
 }  # fmt: skip
 """Writers by the `writes` of a stack file."""
+
+
+def has_settings(stack: str) -> bool:
+    """True if `trainer_flags` can write plans for this framework."""
+    return stack_file(stack).writes in WRITERS
 
 
 def trainer_flags(workload: Workload, layout: Layout) -> str:
     """`layout` as settings of the workload's stack. Raises SpecError if that framework has no setting for a part of it."""
     name = workload.stack.name
-    if stack_file(name).writes not in WRITERS:
-        available = ", ".join(stack for stack in stack_names() if stack_file(stack).writes in WRITERS)
+    if not has_settings(name):
+        available = ", ".join(stack for stack in stack_names() if has_settings(stack))
         raise mistake("stack", f"{name} has no settings that could be printed", f"There are those of {available}.")
     problems = cannot_express(workload, layout)
     if problems:
@@ -39,6 +44,11 @@ def cannot_express(workload: Workload, layout: Layout) -> list[Problem]:
     stages = can.zero_stages_with_pipeline if layout.pp > 1 else can.zero_stages
     checks = [
         ("zero_stage", layout.zero_stage in stages, f"ZeRO stages {', '.join(map(str, stages))}"),
+        (
+            "zero_stage",
+            layout.zero_stage > 0 or layout.dp == 1 or layout.tp * layout.cp == 1 or not can.shards_beside_tensor,
+            "data parallelism beside tp or cp only if it shards the state",
+        ),
         ("tp", layout.tp == 1 or can.tensor, "no tensor parallelism"),
         ("sequence_parallel", not layout.sequence_parallel or layout.tp == 1 or can.sequence, "no sequence parallelism"),
         (

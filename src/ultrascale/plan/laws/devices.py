@@ -46,7 +46,7 @@ RELATIVES = {
 }  # fmt: skip
 """Fitted relative whose law a device without a table uses. Devices not listed use the fitted device of the nearest bf16
 peak."""
-SAME_CHIP = ("h100-96", "h100-pcie", "h100-nvl", "b300", "gb300")
+SAME_CHIP = ("h100-96", "h100-pcie", "h100-nvl", "gh200", "b300", "gb300")
 """Devices with the chip of their relative and another power limit, which large GEMMs reach."""
 FP8_ATTENTION = {"a100": (1.0, 1.0), "hopper": (1.5, 1.0), "blackwell": (1.4, 1.4)}
 """Speed of fp8 attention over bf16, forward and backward. cudnn-frontend's benchmark 2026-09, 4k to 32k, medians: H200 forward
@@ -57,8 +57,9 @@ with odd sizes (pytorch issue 181718, 2026). A100: 132 with k = 128, 86 with 140
 2022). H100: 509 with k = 2501 where its law has some 690 (float8_experimental pull request 145, 2024). Without cuBLAS 11 tensor
 cores would not be used at all (NVIDIA, Matrix Multiplication Background, 2.2). CPUs' vector loads need no alignment."""
 NVFP4_OVER_FP8 = 0.6
-"""Time of GEMMs in NVFP4 over FP8, from Megatron-Bridge's tables with both for one layout (GB200, GB300; 2026). MXFP8 equals
-FP8, whose tensor cores it uses."""
+"""Time of GEMMs in NVFP4 over FP8 where its peak is twice FP8's, from Megatron-Bridge's tables with both for one layout (GB200;
+2026). With the root of the peaks' ratio: 0.49 on Blackwell Ultra, where it is three times, and Llama 3 70B gains 1.50 of MXFP8
+where GB200 gains 1.31 in one layout. MXFP8 equals FP8, whose tensor cores it uses."""
 HEAD_DIM_STEP = 32
 """Multiple to which flash kernels round head dims (FlashAttention-2: `head_size_rounded` in its flash_api.cpp)."""
 MEASURED_EFFICIENCY = 0.95
@@ -120,7 +121,8 @@ def matmul_curve(accelerator: Accelerator, dtype: str) -> MatmulCurve:
     law = MATMUL.get((relative, fitted)) or MATMUL[("h100-sxm", "fp8") if fitted == "fp8" else (relative, "bf16")]
     peak = _peak(accelerator, dtype)
     if dtype == "nvfp4":  # the measured quantity is time relative to fp8's, whatever the peaks
-        law = replace(law, efficiency=law.efficiency * _peak(accelerator, "fp8") / (NVFP4_OVER_FP8 * peak))
+        fp8 = _peak(accelerator, "fp8")
+        law = replace(law, efficiency=law.efficiency * fp8 / (NVFP4_OVER_FP8 * math.sqrt(2 * fp8 / peak) * peak))
     is_cpu = accelerator.name == "cpu"
     return replace(
         law,

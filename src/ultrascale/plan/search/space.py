@@ -309,7 +309,9 @@ def _experts(rules: _Rules, tp: int, ranks: int) -> Iterator[tuple[int, int]]:
 
 def _training_choices(rules: _Rules, dp: int, schedule: str, pp: int, share: int, cp: int) -> NDArray[np.int64]:
     """Rows of (zero_stage, dp_shard, micro_batch_size, recompute, recompute_every); `share` is tp x cp."""
-    states = [(stage, shard) for stage in _zero_stages(rules, dp * cp, schedule) for shard in _shards(rules, stage, dp, share)]
+    states = [
+        (stage, shard) for stage in _zero_stages(rules, dp * cp, share, schedule) for shard in _shards(rules, stage, dp, share)
+    ]
     sizes = [size for size in _trained_sizes(rules, dp, cp) if _suits(rules, schedule, pp, dp, size)]
     modes = []
     can = abilities(rules.workload.stack).recompute
@@ -324,10 +326,12 @@ def _training_choices(rules: _Rules, dp: int, schedule: str, pp: int, share: int
     return np.array(rows, dtype=np.int64).reshape(len(rows), 5)
 
 
-def _zero_stages(rules: _Rules, replicas: int, schedule: str) -> list[int]:
-    """ZeRO stages; `replicas`: ranks of dp and cp, which hold the same weights."""
+def _zero_stages(rules: _Rules, replicas: int, share: int, schedule: str) -> list[int]:
+    """ZeRO stages; `replicas`: ranks of dp and cp, which hold the same weights; `share` is tp x cp."""
     can = abilities(rules.workload.stack)
     stages = can.zero_stages_with_pipeline if schedule else can.zero_stages
+    if can.shards_beside_tensor and share > 1 and replicas > 1:
+        stages = tuple(stage for stage in stages if stage > 0)
     if "zero_stage" in rules.constraints:
         for stage in rules.constraints["zero_stage"]:
             if stage not in stages:

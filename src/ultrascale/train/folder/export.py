@@ -13,7 +13,7 @@ from torch import Tensor
 from ultrascale.checkpoint import CheckpointError, load_full, newest_valid
 from ultrascale.description.run import Run
 from ultrascale.models.files.huggingface import export_folder
-from ultrascale.models.files.tokenizer_files import TOKENIZER_FILE, copy_tokenizer, find_tokenizer
+from ultrascale.models.files.tokenizer_files import TOKENIZER_FILE, TOKENIZER_FILES, copy_tokenizer, find_tokenizer
 from ultrascale.storage import MissingError, open_store, url_of
 from ultrascale.train.folder.run_folder import RunFolder
 
@@ -62,9 +62,10 @@ def keep_tokenizer(run: Run) -> None:
     """
     folder, tokenizer = RunFolder.of(run).path, tokenizer_of(run)
     if tokenizer is None and run.data.sources and url_of(run.data.sources[0].path) is not None:
-        with suppress(MissingError):
-            content = open_store(run.data.sources[0].path).read(TOKENIZER_FILE)
-            RunFolder.of(run).write_text(TOKENIZER_FILE, content.decode())
-            tokenizer = tokenizer_of(run)
+        store = open_store(run.data.sources[0].path)
+        for name in TOKENIZER_FILES:
+            with suppress(MissingError):
+                RunFolder.of(run).write_text(name, store.read(name).decode())
+        tokenizer = tokenizer_of(run)
     if tokenizer is not None and tokenizer.resolve() != (folder / TOKENIZER_FILE).resolve():
         copy_tokenizer(tokenizer, folder, max_length=run.model.max_position_embeddings)

@@ -27,7 +27,7 @@ from ultrascale.parallel.time_limits import START_SECONDS
 from ultrascale.plan.report import plan_run
 from ultrascale.run_rows import document
 from ultrascale.train.corpora import build_loader, expect_one_tokenizer, validation_loaders, vocabulary_notes
-from ultrascale.train.evaluate import HeldOut
+from ultrascale.train.evaluate import HeldOut, evaluation_lines
 from ultrascale.train.folder.export import keep_tokenizer
 from ultrascale.train.folder.lost_folder import CheckpointPlace
 from ultrascale.train.folder.resume import begin_islands, changes_since, restore_newest, shards_for, tensors_of
@@ -89,7 +89,8 @@ def begin(
     metrics = Metrics(run, folder, first_step=trainer.steps_done, writes=ranks.is_first)
     metrics.has_console = ranks.island == 0  # each has its log.txt
     lines = [f"note: {note}" for note in vocabulary_notes(run, loader) if newest.folder is None]
-    _write_start(trainer, folder, metrics, newest, [*lines, *data_lines, *[island_line] * bool(island_line)])
+    lines += [*data_lines, *evaluation_lines(run, validation), *[island_line] * bool(island_line)]
+    _write_start(trainer, folder, metrics, newest, lines)
     saver = Saver(
         folder.checkpoints,
         keep=run.checkpoint.keep,

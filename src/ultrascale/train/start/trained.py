@@ -22,7 +22,7 @@ from ultrascale.models.decoder import Decoder
 from ultrascale.models.files.huggingface import import_folder
 from ultrascale.models.files.tokenizer_files import TOKENIZER_FILE
 from ultrascale.parallel.precision.mixed_precision import TORCH_DTYPE
-from ultrascale.train.corpora import build_loader, with_absolute_paths
+from ultrascale.train.corpora import build_loader, expect_tokenizer_of, with_absolute_paths
 from ultrascale.train.folder.export import NARROW, PREFIX, dtype_of, tokenizer_of, weights_in
 from ultrascale.train.folder.facts import expect_facts
 from ultrascale.train.folder.resume import decisive_parts
@@ -80,8 +80,8 @@ def open_trained(path: str | Path) -> Trained:
 def import_as_first_checkpoint(folder: str | Path, run: Run) -> Path:
     """Write the weights of a Hugging Face folder as the checkpoint of `run` before its first step; `train` resumes from it.
 
-    Returns the checkpoint. Raises SpecError if the run's model differs, or the run has checkpoints already, and DataError if
-    its data cannot be read.
+    Returns the checkpoint. Raises SpecError if the run's model or the tokenizer of its data differs, or the run has
+    checkpoints already, and DataError if its data cannot be read.
     """
     expect_trainable_run(run)
     model, weights = import_folder(folder)
@@ -92,6 +92,8 @@ def import_as_first_checkpoint(folder: str | Path, run: Run) -> Path:
         problems.append(Problem(str(root), "has checkpoints already", "Give the run another name, or remove them."))
     if problems:
         raise SpecError(problems)
+    training = build_loader(run, run.data.sources)
+    expect_tokenizer_of(Path(folder), training)
     dtype = TORCH_DTYPE[run.layout.master_dtype]
     tensors = {f"{PREFIX}{name}": weight.to(dtype) for name, weight in weights.items()}
     zeros = {
@@ -103,7 +105,7 @@ def import_as_first_checkpoint(folder: str | Path, run: Run) -> Path:
         "steps_done": 0,
         "run": to_toml(run),
         "decides": decisive_parts(run),
-        "data": build_loader(run, run.data.sources).fingerprint(),
+        "data": training.fingerprint(),
         "noise_scale": None,
         "optimizer": run.optimizer.name,
         "imported_dtype": _narrow_dtype(model, weights),
