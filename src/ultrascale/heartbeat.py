@@ -82,6 +82,17 @@ class Heartbeat:
         """Seconds since the next beat should have come; negative while there is time."""
         return time.monotonic() - self.time - self.allowance
 
+    @property
+    def lives(self) -> bool:
+        """True if a process has the rank's id, perhaps another user's by now."""
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            return True
+        return True
+
 
 def allocate(file: IO[bytes]) -> None:
     """Give the file its length and its room: in one that was only made longer, a beat on a full disk would end the process by

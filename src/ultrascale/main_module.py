@@ -1,14 +1,16 @@
-"""Processes that do not run the script which starts them a second time."""
+"""Processes that multiprocessing starts: they do not run the script a second time, and end with their parent."""
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from threading import RLock
 from types import ModuleType
 
-_HIDING = RLock()
+_HIDING = threading.RLock()
 
 
 @contextmanager
@@ -22,3 +24,15 @@ def hidden_main() -> Iterator[None]:
             yield
         finally:
             sys.modules["__main__"] = main
+
+
+def end_with_parent() -> None:
+    """End this process once its parent is gone. (Of forked ranks the last sees it first: the others' pipes are open in it.)"""
+    threading.Thread(target=_leave_after_parent, daemon=True).start()
+
+
+def _leave_after_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)

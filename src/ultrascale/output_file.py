@@ -9,6 +9,15 @@ from shutil import copymode
 from uuid import uuid4
 
 
+def make_durable(path: Path) -> None:
+    """Wait until a file, or a folder's list of names, would survive a loss of power."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def write_output(path: str | Path, content: str | bytes) -> None:
     """Write `content` (text as UTF-8) under a temporary name and rename it to `path`; a device or pipe is written to directly.
 

@@ -18,7 +18,7 @@ from ultrascale.parallel.mesh import Ranks
 from ultrascale.parallel.share import Share
 from ultrascale.schedules.actions import Action, Kind
 from ultrascale.train.micro_batches import MicroBatch, micro_batch
-from ultrascale.train.optimizers.optimizer import build_optimizer, create_state
+from ultrascale.train.optimizers.optimizer import build_optimizer
 from ultrascale.train.passes import Passes
 
 CPU = torch.device("cpu")
@@ -92,7 +92,6 @@ def peak_of(rank: int, case: Case) -> dict[str, int]:
     let go of a buffer late, when the machine is busy."""
     step = RankStep(case, rank)
     optimizer = build_optimizer(step.share, Optimizer())
-    create_state(optimizer, 0)
     with LiveMemory(torch.nn.ModuleList(step.share.stages.values()), optimizer) as memory:
 
         def mark(action: Action) -> None:

@@ -17,7 +17,7 @@ from ultrascale.parallel.data.data_parallel import prepare_action
 from ultrascale.parallel.mesh import Ranks
 from ultrascale.schedules.accumulate import accumulate
 from ultrascale.schedules.actions import Kind
-from ultrascale.train.optimizers.optimizer import build_optimizer, create_state
+from ultrascale.train.optimizers.optimizer import build_optimizer
 
 _SIZES = {"vocab_size": 512, "num_hidden_layers": 2}
 
@@ -74,7 +74,6 @@ def measured_peak(
     """Bytes by category at the peak of the second step of a rank."""
     share = build_share(model, layout, Ranks(rank, layout.world_size, torch.device("cpu")), seed=0)
     decoder, optimizer = share.decoder, build_optimizer(share, Optimizer(name=optimizer_name))
-    create_state(optimizer, 0)
     memory = LiveMemory(decoder, optimizer)
     with memory:
         for step in range(2):

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from agree.test_trace_agrees import EXPERTS, LENGTH, MODEL, Traced, compared, products_of
+from agree.traced import last_before
 
 from ultrascale.description.architecture.model import Model
 from ultrascale.description.architecture.weights import Weight, is_hidden_matrix, weights
@@ -57,7 +58,7 @@ def test_messages_products_and_memory_of_an_update_are_planned_on_every_rank(nam
 
 def update_bytes(found: RankTrace) -> int:
     """What the second step's update took at most, beside what was there."""
-    totals, start = found.totals(), found.last_before(1, "optimizer")
+    totals, start = found.totals(), last_before(found, 1, "optimizer")
     return max(totals[start:]) - totals[start]
 
 

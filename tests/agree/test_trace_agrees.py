@@ -17,6 +17,7 @@ import pytest
 from agree.drawn_options import with_options
 from agree.small_models import FAMILIES as DENSE
 from agree.small_models import LLAMA, WITH_EXPERTS
+from agree.traced import last_before
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
@@ -217,7 +218,7 @@ def largest(found: RankTrace, index: int, *categories: str) -> str:
 def state_of(found: RankTrace, planned: Planned, *, counts: bool) -> Iterator[tuple[str, int, int]]:
     """Weights, gradients and optimizer state as the update finds them: (category, traced, planned). `counts`: the optimizer
     keeps the number of updates for each parameter."""
-    index = found.last_before(1, "optimizer")
+    index = last_before(found, 1, "optimizer")
     held, told = found.by_category(index), planned.before_update.by_category
     # One a parameter, two of a tied weight of which a rank has both copies; three where its moments have one element.
     counted = Counter(

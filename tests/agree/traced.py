@@ -65,3 +65,9 @@ def taken(trace: RankTrace) -> list[tuple[str, str, int]]:
 def messages_of(trace: RankTrace) -> list[tuple[object, ...]]:
     """Every message in order."""
     return [(s.step, s.kind, s.axis, s.size, s.stride, s.num_bytes, s.line, s.during) for s in trace.sent]
+
+
+def last_before(trace: RankTrace, step: int, phase: str) -> int:
+    """Index of the last change before a phase of a step begins."""
+    tick = next(mark.tick for mark in trace.marks if (mark.step, mark.phase) == (step, phase))
+    return max(index for index, (changed_at, _, _) in enumerate(trace.changes) if changed_at <= tick)

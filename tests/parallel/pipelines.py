@@ -17,7 +17,7 @@ from ultrascale.description.layout import Layout, Precision
 from ultrascale.models.decoder import Decoder
 from ultrascale.parallel.activations.recompute import apply_recompute
 from ultrascale.parallel.data.data_parallel import apply_data_parallel
-from ultrascale.parallel.pipeline.pipeline_parallel import Pipeline, build_pipeline
+from ultrascale.parallel.pipeline.pipeline_parallel import Pipeline, pipeline_of
 from ultrascale.parallel.precision.mixed_precision import TORCH_DTYPE, apply_mixed_precision
 from ultrascale.schedules.build import stages_of_ranks
 
@@ -141,7 +141,7 @@ def build(rank: int, step: Step) -> Running:
         elif layout.precision != layout.master_dtype:
             apply_mixed_precision(decoder, TORCH_DTYPE[layout.precision])
         stages[stage] = decoder
-    return Running(step, build_pipeline(layout, stages, (group, group), torch.device("cpu")), dp, {})
+    return Running(step, pipeline_of(layout)(layout, stages, (group, group), torch.device("cpu")), dp, {})
 
 
 def rank_step(rank: int, step: Step) -> tuple[float, dict[str, torch.Tensor]]:

@@ -21,7 +21,7 @@ from ultrascale.description.architecture.weights import weights
 from ultrascale.description.layout import Layout
 from ultrascale.description.run import Optimizer
 from ultrascale.parallel.share import local
-from ultrascale.train.optimizers.optimizer import build_optimizer, create_state
+from ultrascale.train.optimizers.optimizer import build_optimizer
 from ultrascale.work.fp8_slots import weights_gathered_in_fp8
 
 STEPS, LIMIT = 2, 1e-12
@@ -43,7 +43,6 @@ def trained(rank: int, case: Case) -> Found:
     """Some steps with updates, an evaluation after the first."""
     step = RankStep(case, rank)
     optimizer, history = build_optimizer(step.share, Optimizer()), step.share.amax_history
-    create_state(optimizer, 0)
     losses = []
     with watched() as traffic:
         for number in range(STEPS):

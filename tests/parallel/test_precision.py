@@ -17,7 +17,7 @@ from ultrascale.parallel.apply import build_share
 from ultrascale.parallel.mesh import Ranks, process_group
 from ultrascale.parallel.precision.mixed_precision import computing_copies
 from ultrascale.parallel.share import Share, local, local_gradient
-from ultrascale.train.optimizers.optimizer import build_optimizer, create_state
+from ultrascale.train.optimizers.optimizer import build_optimizer
 from ultrascale.train.trainer import Trainer
 
 CPU = torch.device("cpu")
@@ -89,7 +89,6 @@ def test_the_copies_follow_every_change_of_the_parameters():
         assert before != decoder(tokens, targets=tokens) == other(tokens, targets=tokens)
     decoder(tokens, targets=tokens).backward()
     optimizer = build_optimizer(share, Optimizer(learning_rate=0.1))
-    create_state(optimizer, 0)
     optimizer.step()
     decoder(tokens, targets=tokens)
     copies = computing_copies(decoder)

@@ -21,7 +21,7 @@ from ultrascale.description.layout import Layout
 from ultrascale.models.decoder import Decoder
 from ultrascale.parallel.pipeline.pipeline_weights import WeightGradients, make_gradients
 from ultrascale.parallel.precision.mixed_precision import apply_mixed_precision
-from ultrascale.parallel.tensor import tensor_loss, tensor_ops
+from ultrascale.parallel.tensor import tensor_loss, tensor_ops, tensor_traffic
 from ultrascale.parallel.tensor.tensor_ops import TensorParallel
 from ultrascale.parallel.tensor.tensor_parallel import apply_tensor_parallel, shard_parameters
 from ultrascale.work.sharding.places import Coordinates, even_part
@@ -117,7 +117,7 @@ def test_bf16_is_near_one_process_in_bf16():
 
 
 def forget_other_ranks() -> None:
-    tensor_ops.reduce_scatter_sequence = lambda whole, group: lambda: part_of(whole, group)
+    tensor_ops.sum_sequence = lambda whole, length, group: lambda: part_of(whole, group)
 
 
 def part_of(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -222,12 +222,12 @@ def test_a_rank_holds_its_slices_and_a_tied_embedding_once():
 
 
 class Traffic:
-    """Counts what `tensor_ops` starts to send, by kind."""
+    """Counts what tensor parallelism starts to send, by kind."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
-        for kind in ("all_gather_sequence", "reduce_scatter_sequence", "all_reduce"):
-            setattr(tensor_ops, kind, partial(self._note, kind, getattr(tensor_ops, kind)))
+        for module, kind in ((tensor_ops, GATHERS), (tensor_traffic, SUMS), (tensor_traffic, WHOLE)):
+            setattr(module, kind, partial(self._note, kind, getattr(module, kind)))
 
     def _note(self, kind: str, send: Callable[..., Any], *arguments: Any) -> Any:
         self.counts[kind] += 1

@@ -218,7 +218,7 @@ def test_choices_of_experts_in_a_step_that_was_passed_over_do_not_count_in_the_n
     trainer = Trainer(run, Ranks(0, 1, torch.device("cpu")), loader)
     spoil_next_loss(trainer)
     assert trainer.train_step().gradients.anomaly
-    balance = trainer.train_step().expert_balance
+    balance = trainer.train_step().gradients.expert_balance
     assert balance is not None and balance.load.sum(1).tolist() == [3 * 8 * model.num_experts_per_tok] * 2
 
 

@@ -18,7 +18,7 @@ from ultrascale.config.rules.run_rules import run_notes
 from ultrascale.description.layout import Layout
 from ultrascale.description.run import Optimizer, Run
 from ultrascale.parallel import apply
-from ultrascale.train.optimizers.optimizer import build_optimizer, create_state
+from ultrascale.train.optimizers.optimizer import build_optimizer
 
 GATHERED = Layout(dp=2, zero_stage=3, precision="fp8", fp8_all_gather=True)
 
@@ -41,7 +41,6 @@ def losses(rank: int, case: Case, compiled: bool) -> list[torch.Tensor]:
     torch._dynamo.utils.counters.clear()  # of what this process compiled before it was forked
     step = RankStep(case, rank)
     optimizer = build_optimizer(step.share, Optimizer())
-    create_state(optimizer, 0)
     found = []
     for _ in range(2):
         found += step.passes.train(step.batches(), 1000)

@@ -25,7 +25,7 @@ from ultrascale.parallel.share import local
 from ultrascale.plan.time.price import predict
 from ultrascale.plan.workload import Workload
 from ultrascale.train.optimizers.host_optimizer import HostAdamW
-from ultrascale.train.optimizers.optimizer import build_optimizer, create_state
+from ultrascale.train.optimizers.optimizer import build_optimizer
 
 LAYOUTS = {
     "one process": Layout(micro_batch_size=2),
@@ -42,7 +42,6 @@ def steps_of(rank: int, case: Case) -> tuple[list[torch.Tensor], int]:
     """The rank's parameters and moments after three updates, and the bytes it keeps on the host."""
     step = RankStep(case, rank)
     optimizer = build_optimizer(step.share, Optimizer(learning_rate=1e-2))
-    create_state(optimizer, 0)
     kept = sum(
         local(value).untyped_storage().nbytes()
         for one in optimizer.state.values()
@@ -84,7 +83,6 @@ def test_a_run_goes_on_from_a_checkpoint_of_the_other_kind_to_the_same_bits(home
 def test_a_gradient_that_is_not_there_moves_nothing(home: Path) -> None:
     step = RankStep(Case(MODEL, Layout(offload_optimizer=True)), 0)
     optimizer = build_optimizer(step.share, Optimizer(learning_rate=1e-2))
-    create_state(optimizer, 0)
     assert isinstance(optimizer, HostAdamW)
     before = [one.detach().clone() for one in step.share.parameters()]
     optimizer.step()
@@ -101,7 +99,6 @@ def test_the_planned_peak_leaves_out_what_is_on_the_host(dp: int, zero_stage: Li
 def test_what_is_on_the_host_is_counted_beside_the_device(home: Path) -> None:
     step = RankStep(Case(MODEL, Layout(offload_optimizer=True)), 0)
     optimizer = build_optimizer(step.share, Optimizer())
-    create_state(optimizer, 0)
     with LiveMemory(step.share.decoder, optimizer) as memory:
         step.train(step.batches())
         optimizer.step()

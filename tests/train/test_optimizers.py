@@ -24,7 +24,7 @@ from ultrascale.parallel.apply import build_share
 from ultrascale.parallel.mesh import Ranks
 from ultrascale.parallel.share import local
 from ultrascale.train.optimizers.compact_adamw import CompactAdamW
-from ultrascale.train.optimizers.optimizer import build_optimizer, create_state
+from ultrascale.train.optimizers.optimizer import build_optimizer
 
 LLAMA, MIXTRAL = PRESETS["tiny-llama"], PRESETS["tiny-mixtral"]
 Name = Literal["adamw", "adamw-bf16", "adamw-8bit", "muon"]
@@ -73,7 +73,6 @@ def test_muon_is_torchs_on_one_process():
     share = share_of(MODEL)
     settings = Optimizer(name="muon", learning_rate=0.02, weight_decay=0.1)
     ours = build_optimizer(share, settings)
-    create_state(ours, 0)
     twins = {
         one.name: torch.nn.Parameter(one.parameter.detach().clone())
         for one in share.local_parameters
@@ -139,7 +138,6 @@ def test_a_run_goes_from_wide_moments_to_8_bits_and_back_but_not_to_muon(home):
 def bytes_of_state(rank: int, model, layout: Layout, name: Name) -> int:
     share = build_share(model, layout, Ranks(rank, layout.world_size, torch.device("cpu")), seed=0)
     optimizer = build_optimizer(share, Optimizer(name=name))
-    create_state(optimizer, 0)
     state = [local(value) for one in optimizer.state.values() for key, value in one.items() if key != "step"]
     return sum(value.numel() * value.itemsize for value in state)
 
@@ -160,7 +158,6 @@ def codes_after_updates(rank: int, layout: Layout) -> dict[str, torch.Tensor]:
     """Codes of rows that this rank holds, of weights whole along tp."""
     share = build_share(MODEL, layout, Ranks(rank, layout.world_size, torch.device("cpu")), seed=0)
     optimizer = build_optimizer(share, Optimizer(name="adamw-8bit"), seed=5)
-    create_state(optimizer, 0)
     assert isinstance(optimizer, CompactAdamW)
     from torch.distributed.tensor import DTensor, distribute_tensor
 

@@ -17,11 +17,12 @@ from ultrascale.config.failures import explained
 from ultrascale.description.layout import Layout
 from ultrascale.description.run import Faults, Run
 from ultrascale.launch.forked import run_forked
+from ultrascale.train.loop import train
 from ultrascale.train.session import begin as joined
 from ultrascale.train.trainer import Trainer
 from ultrascale.train.watch import out_of_memory
 from ultrascale.train.watch.out_of_memory import OutOfDeviceMemory
-from ultrascale.train.worker import train_or_explain
+from ultrascale.train.worker import run_or_explain
 
 SIZE = r"([\d.]+) MiB"
 
@@ -35,7 +36,7 @@ def without_memory_in_step_3(rendezvous: str, run: Run, failure: Path) -> int:
     torch.set_num_threads(1)
     train_step, plant = Trainer.train_step, at_step(2, break_forward, rank=1)
     Trainer.train_step = lambda trainer: [plant(trainer), train_step(trainer)][1]  # pyright: ignore[reportAttributeAccessIssue]
-    return train_or_explain(run, allow_changes=False, rendezvous=rendezvous, failure=failure)
+    return run_or_explain(lambda: train(run, rendezvous=rendezvous), failure)
 
 
 def break_forward(trainer: Trainer) -> None:

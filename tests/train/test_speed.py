@@ -31,7 +31,7 @@ def _rank(rendezvous, run, out):
 def test_what_is_measured_stands_in_the_file(run, tmp_path):
     found = measure_speed(run, 3, tmp_path / "speed.json", warm=2)
     assert found is not None
-    assert Speed.from_json(json.loads((tmp_path / "speed.json").read_text())) == found
+    assert Speed(**json.loads((tmp_path / "speed.json").read_text())) == found
     assert len(found.step_seconds) == 3 and found.tokens_per_step == 8 * 12
     assert found.measured_peak_bytes == pytest.approx(found.planned_peak_bytes, rel=0.01)
     assert found.tokens_per_second_per_rank == pytest.approx(8 * 12 / found.median_seconds)
@@ -43,7 +43,7 @@ def test_of_several_ranks_the_fullest_is_told(run, tmp_path):
     uneven = replace(run, layout=Layout(pp=2, layers_per_stage=(2, 0), micro_batch_size=4))
     out = tmp_path / "speed.json"
     assert run_forked(2, _rank, uneven, out) == [2, None]
-    found = Speed.from_json(json.loads(out.read_text()))
+    found = Speed(**json.loads(out.read_text()))
     assert found.fullest_rank == 0
     assert found.measured_peak_bytes == pytest.approx(found.planned_peak_bytes, rel=0.02)
 

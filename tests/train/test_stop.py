@@ -30,10 +30,11 @@ from ultrascale.checkpoint import CheckpointError
 from ultrascale.description.layout import Layout
 from ultrascale.description.problems import SpecError
 from ultrascale.models.decoder import Block
-from ultrascale.models.feed_forward import GatedMLP
+from ultrascale.models.feed_forward import MLP
+from ultrascale.train.loop import train
 from ultrascale.train.observers.anomalies import NonFiniteError
 from ultrascale.train.trainer import Trainer
-from ultrascale.train.worker import train_or_explain
+from ultrascale.train.worker import run_or_explain
 
 ZERO_2 = Layout(dp=2, zero_stage=2, micro_batch_size=2)
 
@@ -69,10 +70,10 @@ def send_two(trainer: Trainer) -> None:
 
 
 def test_a_signal_is_a_good_end(home):
-    assert train_or_explain(small_run(home), allow_changes=False) == 0
+    assert run_or_explain(lambda: train(small_run(home))) == 0
     run = small_run(home, name="stopped")
     with before_each_step(stop_at(4)):
-        assert train_or_explain(run, allow_changes=False) == 0
+        assert run_or_explain(lambda: train(run)) == 0
     assert json.loads((home / "stopped" / "events.jsonl").read_text().splitlines()[-1])["event"] == "stop"
 
 
@@ -83,7 +84,7 @@ def make_loss_nan(trainer: Trainer) -> None:
 
 def make_gradient_infinite(trainer: Trainer) -> None:
     """In the backward pass of the second block, from here on."""
-    projection = cast(GatedMLP, cast(Block, trainer.decoder.layers["1"]).mlp).down_proj
+    projection = cast(MLP, cast(Block, trainer.decoder.layers["1"]).mlp).down_proj
     projection.register_forward_hook(lambda module, inputs, output: output.register_hook(lambda g: g * float("inf")) and None)
 
 

@@ -172,7 +172,7 @@ def trainer_step(trainer: Trainer) -> StepFacts:
     share, settings = trainer.share, trainer.run.optimizer
     gradients = parts(share, lambda p: p.grad if p.grad is not None else torch.zeros_like(p))
     gradients = gather(share, {"gradients": gradients})["gradients"]
-    balance = trainer.apply(result).expert_balance
+    balance = trainer.apply(result).gradients.expert_balance
     of_moments = {moment: moment_parts(share, trainer.optimizer, settings, moment) for moment in MOMENTS}
     updated = gather(share, {"weights": parts(share, lambda p: p.detach()), "biases": bias_parts(share)} | of_moments)
     weights, biases, moments = updated["weights"], updated["biases"], {moment: updated[moment] for moment in MOMENTS}

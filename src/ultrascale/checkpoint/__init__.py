@@ -47,17 +47,13 @@ __all__ = [
     "verify",
 ]
 
-_MODULES = {
-    "check_writable": "disk.folders", "Saver": "saver", "save": "saving",
-    **dict.fromkeys(("CheckpointError", "LostContactError", "SaveFailedError", "UnknownVersionError"), "errors"),
-    **dict.fromkeys(("Slice", "Tensors"), "slices"),
-}  # fmt: skip
-"""Module of each name; all others are in `loading`."""
+_MODULES = ("errors", "disk.folders", "slices", "loading", "saving", "saver")
+"""Modules that have these names, those without torch first."""
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_MODULES.get(name, 'loading')}"), name)
-    globals()[name] = value
-    return value
+    if name in __all__:
+        for module in _MODULES:
+            if hasattr(source := import_module(f"{__name__}.{module}"), name):
+                return globals().setdefault(name, getattr(source, name))
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from ultrascale.checkpoint.errors import CheckpointError, LostContactError, UnknownVersionError
 from ultrascale.contact import meaning_of, names
 from ultrascale.gloo_threads import gloo_threads_as_batch
+from ultrascale.storage.store import StorageError
 
 T = TypeVar("T")
 MAX_SHOWN = 8
@@ -138,7 +139,7 @@ def coordinating(process_group: dist.ProcessGroup | None, *, always_new_group: b
 
 
 def _describe(error: Exception) -> str:
-    if isinstance(error, CheckpointError):
+    if isinstance(error, CheckpointError | StorageError):
         return str(error)
     remedy = " Free space or choose another folder." if isinstance(error, OSError) and error.errno in (27, 28, 122) else ""
     return f"{type(error).__name__}: {error}.{remedy}"

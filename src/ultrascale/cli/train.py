@@ -121,10 +121,17 @@ def _train(options: TrainOptions, settings: list[str]) -> tuple[Run, int]:
         *(() if leave_by is None else ("--leave-by", str(leave_by))),
     )
     if "WORLD_SIZE" in os.environ or (resolved.num_processes == 1 and island is None):
-        from ultrascale.train.worker import train_or_explain
+        from ultrascale.train.loop import train
+        from ultrascale.train.worker import run_or_explain
 
-        code = train_or_explain(
-            resolved, allow_changes=options.allow_changes, ignore_memory=options.ignore_memory, leave_by=leave_by, island=island
+        code = run_or_explain(
+            lambda: train(
+                resolved,
+                allow_changes=options.allow_changes,
+                ignore_memory=options.ignore_memory,
+                leave_by=leave_by,
+                island=island,
+            )
         )
     elif resolved.islands.quorum and resolved.islands.count > 1 and island is None:
         code = launch_islands(to_toml(resolved), resolved, (*flags, "--max-restarts", str(options.max_restarts)))

@@ -48,20 +48,19 @@ class Corpus:
         self.path = Path(path)
         self.manifest: Manifest | None = None
         self.streamed: StreamedFolder | None = None
-        url = url_of(path)
-        if url is not None:
+        if (url := url_of(path)) is not None:
             self.path, self.streamed = StoredPath(url), StreamedFolder(url)
             self.manifest = self.streamed.manifest
-            self.prefixes = [self.path / shard.name for shard in self.manifest.shards]
-            counts = [shard.tokens for shard in self.manifest.shards]
         elif self.path.is_dir():
             self.manifest = load_manifest(self.path)
+        if self.manifest is None:
+            self.prefixes, counts = [_foreign_prefix(self.path)], []
+        else:
             self.prefixes = [self.path / shard.name for shard in self.manifest.shards]
             counts = [shard.tokens for shard in self.manifest.shards]
+        if self.manifest is not None and self.streamed is None:
             for prefix, count in zip(self.prefixes, counts, strict=True):
                 _expect_size(prefix, count * np.dtype(self.manifest.dtype).itemsize)
-        else:
-            self.prefixes, counts = [_foreign_prefix(self.path)], []
         # Not a method: that would create a reference cycle with the cache and keep files open until the next collection.
         opened = partial(_open_shard, tuple(self.prefixes), tuple(counts)) if self.streamed is None else self.streamed.shard
         self.shard = lru_cache(maxsize=OPEN_SHARDS)(opened)

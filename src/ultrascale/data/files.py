@@ -16,6 +16,7 @@ from typing import Any
 from ultrascale.description.parsing import parse_json
 from ultrascale.description.problems import Problem
 from ultrascale.failpoints import failpoint
+from ultrascale.output_file import make_durable
 
 PARTIAL = ".partial"
 BLOCK_BYTES = 1 << 20
@@ -47,18 +48,9 @@ def write_whole(path: Path, content: bytes, *, durable: bool = True) -> None:
             failpoint("file.written")
             os.replace(partial, path)
             if durable:
-                make_names_durable(path.parent)
+                make_durable(path.parent)
         finally:
             partial.unlink(missing_ok=True)
-
-
-def make_names_durable(folder: Path) -> None:
-    """Waits until renames in a folder would survive a loss of power."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def write_json(path: Path, value: Any, *, durable: bool = True) -> None:

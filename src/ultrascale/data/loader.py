@@ -202,7 +202,6 @@ def _expect_one_tokenizer(corpora: tuple[Corpus, ...], vocab_size: int) -> None:
             raise DataError(str(corpus.path), problem, "Prepare all sources with the same tokenizer.json.")
 
 
-Numbers = npt.NDArray[np.int64]
 BLOCK = 10_000
 ROUNDS = 8
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -219,7 +218,7 @@ class Blend:
         for source, quota in enumerate(self.quotas):
             self._turn[self._source == source] = np.arange(quota)
 
-    def locate(self, numbers: Numbers) -> tuple[Numbers, Numbers]:
+    def locate(self, numbers: Integers) -> tuple[Integers, Integers]:
         """The source [N] of each global number [N], and its count within that source [N]."""
         block, place = np.divmod(numbers, BLOCK)
         source = self._source[place]
@@ -251,13 +250,13 @@ def source_key(seed: int, source: int) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed}/{source}".encode(), digest_size=8).digest(), "little")
 
 
-def shuffled(counts: Numbers, *, size: int, key: int) -> Numbers:
+def shuffled(counts: Integers, *, size: int, key: int) -> Integers:
     """The sequence [N] at each count [N] of a source of `size` sequences; each occurs once in every `size` counts."""
     epochs, places = np.divmod(counts, size)
     return permuted(places, epochs.astype(np.uint64), size=size, key=key)
 
 
-def permuted(places: Numbers, epochs: npt.NDArray[np.uint64], *, size: int, key: int) -> Numbers:
+def permuted(places: Integers, epochs: npt.NDArray[np.uint64], *, size: int, key: int) -> Integers:
     """The index [N] to which the permutation of each epoch [N] maps each index [N] of 0..size-1."""
     rows = isqrt(size - 1) + 1
     columns = -(-size // rows)

@@ -12,8 +12,7 @@ With a quorum, islands are started separately and continue without one that has 
 store.py        small shared values that all can read: a folder, or a server
 presence.py     signs of life, and detection of silent islands
 admission.py    how an island asks to join, is admitted, and receives the state of another
-quorum.py       the members of each outer step; retry of a failed exchange among the remaining members
-messages.py     the communication thread
+quorum.py       the members of each outer step; the communication thread; retry of a failed exchange among the remaining members
 
 Each island is a separate world to torch, and to everything in `parallel`: no collective of a step crosses islands. Rank r of
 every island shares a gloo group, outside torch's default group, that sends from host memory, where anchor and momentum live.

@@ -17,11 +17,14 @@ with era, step and attempt. Agreements are kept for a thousand outer steps, the 
 
 from __future__ import annotations
 
+import queue
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -30,7 +33,6 @@ from ultrascale.description.run import Run
 from ultrascale.description.sections.islands import Wire
 from ultrascale.islands.admission import RESTART_HINT, Admission, Answer, Decision, LeftOutError
 from ultrascale.islands.link import Groups, LostIslandError, Mean, make_groups, mean_among
-from ultrascale.islands.messages import Messages
 from ultrascale.islands.presence import HAS_LEFT, island_of
 from ultrascale.parallel.lost import LostRankError
 from ultrascale.parallel.mesh import Ranks
@@ -41,6 +43,7 @@ STEPS_KEPT = 1000
 MOST_ATTEMPTS = 8
 """Most failed exchanges of one outer step. Each removes an island; otherwise connections between live islands are broken."""
 COMPLETE = "complete"
+T = TypeVar("T")
 
 
 Delta = tuple[str, Tensor]
@@ -313,3 +316,43 @@ class _LazyMean(Future[Mean]):
     def result(self, timeout: float | None = None) -> Mean:
         """The mean. Raises LeftOutError, LostIslandError."""
         return self._get_means()
+
+
+class Messages:
+    """Groups of one set of islands, and the thread that exchanges deltas in them while training continues. Gloo calls cannot be
+    interrupted: an abandoned thread waits for its time-out."""
+
+    def __init__(self, members: tuple[str, ...], make: Callable[[], Groups]):
+        self.members, self.broken = members, False
+        self._make, self._jobs = make, queue.SimpleQueue[tuple[Callable[[Groups], Any], Future[Any]] | None]()
+        threading.Thread(target=self._work, daemon=True, name="islands").start()
+
+    def submit(self, job: Callable[[Groups], T]) -> Future[T]:
+        """Queue `job` behind those submitted before it."""
+        future: Future[T] = Future()
+        self._jobs.put((job, future))
+        return future
+
+    def give_up(self) -> None:
+        """Abandon the thread; jobs that have not started fail."""
+        self.broken = True
+        self.end()
+
+    def end(self) -> None:
+        """Stop after the queued jobs."""
+        self._jobs.put(None)
+
+    def _work(self) -> None:
+        groups: Groups | None = None
+        while (task := self._jobs.get()) is not None:
+            job, future = task
+            try:
+                if self.broken:
+                    raise LostIslandError("an exchange before it failed")
+                groups = self._make() if groups is None else groups
+                result = job(groups)
+            except Exception as error:
+                self.broken = True
+                future.set_exception(error)
+            else:
+                future.set_result(result)

@@ -7,7 +7,6 @@ The probe covers a watchdog that is gone or cannot act: it fails for a rank whos
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -22,18 +21,8 @@ SLACK_SECONDS = 120.0
 def overdue(places: Iterable[Path], slack_seconds: float) -> list[Heartbeat]:
     """The last beat of each live rank with signs in one of `places` whose next beat is overdue by more than `slack_seconds`."""
     folders = [folder for place in places for folder in place.glob(f"{SIGNS_PREFIX}*") if folder.is_dir()]
-    beats = [beat for folder in folders for beat in read(folder) if beat.doing != DONE and _lives(beat.pid)]
+    beats = [beat for folder in folders for beat in read(folder) if beat.doing != DONE and beat.lives]
     return [beat for beat in beats if beat.overdue > slack_seconds]
-
-
-def _lives(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def main(places: Iterable[Path] | None = None, *, slack_seconds: float = SLACK_SECONDS) -> int:

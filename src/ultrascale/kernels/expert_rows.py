@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ultrascale.kernels.choice.wide import wide_dtype
+
 
 def spread(tokens: Tensor, pairs: Tensor, choices: int) -> Tensor:
     """Row of each pair's token: [N, D] and `pairs` [R] int64 to [R, D]."""
@@ -51,7 +53,7 @@ class _WeightedSum(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor]:
         rows, pairs, weights = ctx.saved_tensors
-        wide = torch.promote_types(rows.dtype, torch.float32)
+        wide = wide_dtype(rows)
         of_row = grad.index_select(0, pairs // weights.shape[1]).to(wide)  # [R, D]
         of_weights = weights.new_zeros(weights.numel(), dtype=wide)
         of_weights.index_copy_(0, pairs, torch.linalg.vecdot(of_row, rows.to(wide)))
@@ -68,7 +70,7 @@ def _row_of_pair(pairs: Tensor, num_tokens: int, choices: int) -> Tensor:
 
 def _sum_choices(rows: Tensor, row_of_pair: Tensor, weights: Tensor | None) -> Tensor:
     """Sum of each token's rows, [N, D] in fp32 or wider, added one choice after the other."""
-    wide = torch.promote_types(rows.dtype, torch.float32)
+    wide = wide_dtype(rows)
     num_tokens, choices = row_of_pair.shape
     if len(rows) < row_of_pair.numel():  # dropped pairs add zeros
         rows = torch.cat((rows, rows.new_zeros(1, rows.shape[1])))

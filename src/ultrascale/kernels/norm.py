@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from ultrascale.kernels.choice.device_kind import is_cuda
 from ultrascale.kernels.choice.implementation import form_of
+from ultrascale.kernels.choice.wide import at_least_fp32
 
 LARGEST_ROW = 2**14
 """Most elements of a row for the Triton kernel, which holds it in registers: longer rows would spill to memory
@@ -85,8 +86,3 @@ class _RMSNorm(torch.autograd.Function):
         along = torch.linalg.vecdot(grad_normed, normed).unsqueeze(-1).div_(-x.shape[-1])
         grad_x = grad_normed.addcmul_(normed, along).mul_(inverse_rms)
         return grad_x.to(x.dtype), grad_weight, None
-
-
-def at_least_fp32(x: Tensor) -> Tensor:
-    """x, cast to fp32 if it is narrower."""
-    return x if x.dtype in (torch.float32, torch.float64) else x.float()

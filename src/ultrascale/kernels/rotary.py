@@ -11,11 +11,13 @@ rounded to the activations' dtype, exactly as transformers does.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ultrascale.description.architecture.model import Model, RopeScaling
 from ultrascale.kernels.choice.implementation import form_of
@@ -46,20 +48,25 @@ def rotate(x: Tensor, angles: Angles, *, start: int = 0, neighbours: bool = Fals
         from ultrascale.kernels import triton_rotary  # here: Triton need not be installed
 
         return triton_rotary.rotate(x, angles, start=start, neighbours=neighbours)
-    return _Rotate.apply(x, cos, sin, start, neighbours)  # pyright: ignore[reportReturnType]
+    return Rotate.apply(_turn, x, cos, sin, start, neighbours)  # pyright: ignore[reportReturnType]
 
 
-class _Rotate(torch.autograd.Function):
+class Rotate(torch.autograd.Function):
+    """Rotation by `turn`, and back in the backward pass."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, start: int, neighbours: bool) -> Tensor:
+    def forward(
+        ctx: Any, turn: Callable[..., Tensor], x: Tensor, cos: Tensor, sin: Tensor, start: int, neighbours: bool
+    ) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        ctx.place = start, neighbours
-        return _turn(x, cos, sin, *ctx.place, sign=1)
+        ctx.turn, ctx.place = turn, (start, neighbours)
+        return turn(x, cos, sin, *ctx.place, sign=1)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
-        return _turn(grads[0], cos, sin, *ctx.place, sign=-1), None, None, None, None
+        return None, ctx.turn(grads[0], cos, sin, *ctx.place, sign=-1), None, None, None, None
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, start: int, neighbours: bool, *, sign: int) -> Tensor:

@@ -6,6 +6,8 @@ activation; recomputing it costs one pass over memory. `kernels.triton_swiglu` d
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +19,10 @@ from ultrascale.kernels.choice.implementation import form_of
 CLAMPED_SLOPE, CLAMPED_LIMIT = 1.702, 7.0
 """GPT-OSS's `swiglu_alpha` (with it x sigmoid(alpha x) is close to GELU) and `swiglu_limit`."""
 
+Activation = Callable[..., Tensor]
+_gelu: Activation = partial(F.gelu, approximate="tanh")
+_gelu_backward: Activation = partial(torch.ops.aten.gelu_backward, approximate="tanh")
+
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up, elementwise; shapes and dtypes are equal."""
@@ -24,7 +30,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
         return F.silu(gate) * up
     if form_of("swiglu", gate) == "triton":
         return _by_triton(gate, up, clamped=False)
-    return _SwiGLU.apply(gate, up)  # pyright: ignore[reportReturnType]
+    return _Gated.apply(gate, up, F.silu, torch.ops.aten.silu_backward)  # pyright: ignore[reportReturnType]
 
 
 def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -41,7 +47,7 @@ def geglu(gate: Tensor, up: Tensor) -> Tensor:
     """gelu(gate) * up, by tanh (Gemma); shapes and dtypes are equal."""
     if torch.compiler.is_compiling():
         return F.gelu(gate, approximate="tanh") * up
-    return _GeGLU.apply(gate, up)  # pyright: ignore[reportReturnType]
+    return _Gated.apply(gate, up, _gelu, _gelu_backward)  # pyright: ignore[reportReturnType]
 
 
 def _by_triton(gate: Tensor, up: Tensor, *, clamped: bool) -> Tensor:
@@ -50,31 +56,18 @@ def _by_triton(gate: Tensor, up: Tensor, *, clamped: bool) -> Tensor:
     return triton_swiglu.swiglu(gate, up, clamped=clamped)
 
 
-class _SwiGLU(torch.autograd.Function):
+class _Gated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, activate: Activation, activate_backward: Activation) -> Tensor:
         ctx.save_for_backward(gate, up)
-        return F.silu(gate).mul_(up)
+        ctx.activate, ctx.activate_backward = activate, activate_backward
+        return activate(gate).mul_(up)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         gate, up = ctx.saved_tensors
-        grad_up = F.silu(gate).mul_(grads[0])
-        grad_gate = torch.ops.aten.silu_backward(grads[0] * up, gate)
-        return grad_gate, grad_up
-
-
-class _GeGLU(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate, up)
-        return F.gelu(gate, approximate="tanh").mul_(up)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
-        gate, up = ctx.saved_tensors
-        grad_up = F.gelu(gate, approximate="tanh").mul_(grads[0])
-        return torch.ops.aten.gelu_backward(grads[0] * up, gate, approximate="tanh"), grad_up
+        grad_up = ctx.activate(gate).mul_(grads[0])
+        return ctx.activate_backward(grads[0] * up, gate), grad_up, None, None
 
 
 class _ClampedSwiGLU(torch.autograd.Function):

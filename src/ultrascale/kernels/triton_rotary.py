@@ -10,44 +10,27 @@ its backward pass rotates by the opposite angle, and only cos and sin are saved.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from ultrascale.kernels.rotary import Angles
+from ultrascale.kernels.rotary import Angles, Rotate
 from ultrascale.kernels.triton_launch import warps_for
 
 
 def rotate(x: Tensor, angles: Angles, *, start: int = 0, neighbours: bool = False) -> Tensor:
     """Triton form of `kernels.rotary.rotate`: rotates heads x [B, S, H, E] by `angles`, [1 or B, S, 1, planes] each; 16 bits or
     fp32."""
-    return _Rotate.apply(x, *angles, start, neighbours)  # pyright: ignore[reportReturnType]
+    return Rotate.apply(_turned, x, *angles, start, neighbours)  # pyright: ignore[reportReturnType]
 
 
-class _Rotate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, start: int, neighbours: bool) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        ctx.place = start, neighbours
-        return _turned(x, cos, sin, start, neighbours, 1.0)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (cos, sin), (start, neighbours) = ctx.saved_tensors, ctx.place
-        return _turned(grads[0], cos, sin, start, neighbours, -1.0), None, None, None, None
-
-
-def _turned(x: Tensor, cos: Tensor, sin: Tensor, start: int, neighbours: bool, sign: float) -> Tensor:
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, start: int, neighbours: bool, *, sign: int) -> Tensor:
     x, cos, sin = x.contiguous(), cos.contiguous(), sin.contiguous()
     out, (batch, length, heads, width), planes = torch.empty_like(x), x.shape, cos.shape[-1]
     if x.numel():
         _turn[(batch * length,)](
-            x, cos, sin, out, cos.numel() // planes, heads, width, planes, start, sign, NEIGHBOURS=neighbours,
+            x, cos, sin, out, cos.numel() // planes, heads, width, planes, start, float(sign), NEIGHBOURS=neighbours,
             HEADS=(block := triton.next_power_of_2(heads)), PLANES=(turning := triton.next_power_of_2(planes)),
             WIDTH=triton.next_power_of_2(width), STILL=width > 2 * planes, num_warps=warps_for(block * turning),
         )  # fmt: skip

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from ultrascale.launch.scratch import scratch_folder
-from ultrascale.main_module import hidden_main
+from ultrascale.main_module import end_with_parent, hidden_main
 
 OTHERS_SECONDS = 5.0
 """Time for a rank that lost another one to exit; after that the other's report is used alone."""
@@ -110,7 +110,7 @@ def _run_apart(world: int, function: Callable[..., Any], arguments: tuple[Any, .
 
 def _fork_ranks(folder: Path, world: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent receives the signal too, and ends us
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    end_with_parent()
     try:
         results = _run_here(world, function, arguments)
     except RankFailed as error:
@@ -211,7 +211,7 @@ def _rank_main(
 ) -> None:
     freeze_inherited_objects()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent receives the signal too, and ends us
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    end_with_parent()
     if looks_up:
         leave_if_amid_lookup()
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
@@ -226,11 +226,3 @@ def _rank_main(
         ending = "lost" if getattr(error, "lost_another", False) else "error"
         (folder / f"{rank}.{ending}").write_text(traceback.format_exc())
         raise SystemExit(1) from None
-
-
-def _end_with_parent() -> None:
-    """Wait until the caller of `run_forked` is gone. (The last rank sees it first: the others' pipes are open in it too.)"""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)

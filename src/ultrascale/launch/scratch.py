@@ -152,14 +152,4 @@ def _is_left(signs: Path, changed: float) -> bool:
         path.suffix != SUFFIX and path.stat().st_size for path in signs.iterdir()
     ):
         return False
-    return not any(_lives(beat.pid) for beat in read(signs))
-
-
-def _lives(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # another user's by now
-        return True
-    return True
+    return not any(beat.lives for beat in read(signs))

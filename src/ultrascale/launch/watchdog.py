@@ -163,7 +163,8 @@ def judge(beats: list[Heartbeat], stopped: list[int], lines: dict[int, str]) -> 
     prefix = f"no sign of life in step {steps}"
     busy = [beat.rank for beat in beats if not beat.waiting]
     if stopped:
-        details = "; ".join(f"rank {rank} {doing[rank]}" for rank in [*stopped, *_first_waiting(beats, stopped)])
+        waiting = [beat.rank for beat in beats if beat.waiting and beat.rank not in stopped]
+        details = "; ".join(f"rank {rank} {doing[rank]}" for rank in [*stopped, *waiting[:1]])
         why = f"{_names(stopped)} stopped by a signal (SIGSTOP, or a debugger)"
         return Hang(tuple(stopped), f"{prefix}: {why}: {details}", doing, steps)
     if busy and len(busy) < len(beats):
@@ -190,11 +191,6 @@ def keep_hang(folder: Path, keep: Path) -> None:
         for pattern in (HANG_FILE, "*.stack", "*.trace.json"):
             for file in folder.glob(pattern):
                 shutil.copy(file, target)
-
-
-def _first_waiting(beats: list[Heartbeat], stopped: list[int]) -> list[int]:
-    """One of the ranks that wait for the stopped ranks."""
-    return [beat.rank for beat in beats if beat.waiting and beat.rank not in stopped][:1]
 
 
 def meanwhile(beats: list[Heartbeat], rank: int, missed: list[str]) -> str:

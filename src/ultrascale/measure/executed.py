@@ -18,7 +18,7 @@ from ultrascale.description.layout import Layout, PipelineRuntime
 from ultrascale.launch.forked import run_forked
 from ultrascale.parallel.apply import build_share
 from ultrascale.parallel.mesh import Ranks, process_group
-from ultrascale.parallel.pipeline.pipeline_parallel import Pipeline, build_orders, build_pipeline
+from ultrascale.parallel.pipeline.pipeline_parallel import Pipeline, build_orders, pipeline_of
 from ultrascale.plan.pipeline.play import Program, StageSeconds, Timeline, play
 from ultrascale.schedules.actions import Action, Kind
 from ultrascale.torch_private import load_compiler
@@ -39,7 +39,7 @@ class PlannedAndExecuted(NamedTuple):
     executed: Timeline
 
 
-def execute_schedule(name: str, program: Program, runtime: PipelineRuntime = "ultrascale") -> PlannedAndExecuted:
+def execute_schedule(name: str, program: Program, runtime: PipelineRuntime) -> PlannedAndExecuted:
     """Execute `program`, the schedule of this name, with as many processes as it has ranks, in the loop of `runtime`.
 
     Raises SpecError for a schedule that the trainer does not execute, and RankFailed if a process fails.
@@ -102,7 +102,7 @@ def _pipeline(layout: Layout, ranks: Ranks) -> Pipeline:
         num_attention_heads=4, num_key_value_heads=4, head_dim=WIDTH // 4, max_position_embeddings=LENGTH,
     )  # fmt: skip
     share = build_share(model, layout, ranks, seed=0, sequence_length=LENGTH)
-    return build_pipeline(layout, share.stages, share.mesh.pipeline_groups(), ranks.device)
+    return pipeline_of(layout)(layout, share.stages, share.mesh.pipeline_groups(), ranks.device)
 
 
 def _step(pipeline: Pipeline, num_micro_batches: int, ranks: Ranks) -> Row:

@@ -153,7 +153,7 @@ class LiveMemory(TorchDispatchMode):
     def _count(self, tensor: torch.Tensor, category: str) -> None:
         if isinstance(tensor, FakeTensor) or tensor.device.type == "meta":
             return
-        storage = (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).untyped_storage()
+        storage = storage_of(tensor)
         if storage._cdata not in self._blocks:
             self._add(storage, category)
 
@@ -172,7 +172,7 @@ class LiveMemory(TorchDispatchMode):
         if tensor is None:
             return
         self._count(tensor, category)
-        storage = (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).untyped_storage()
+        storage = storage_of(tensor)
         block = self._blocks[storage._cdata]
         if block.category == HOST:
             return
@@ -289,3 +289,8 @@ class LiveMemory(TorchDispatchMode):
             yield
         finally:
             self._region = before
+
+
+def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
+    """The storage of a tensor, or of a DTensor's local shard."""
+    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).untyped_storage()

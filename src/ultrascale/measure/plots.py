@@ -30,11 +30,11 @@ def plot_run(
     metrics: Sequence[Mapping[str, Any]],
     folder: Path,
     *,
-    memory_timeline: Sequence[Mapping[str, Any]] = (),
-    planned_peak_bytes: int | None = None,
-    reference_loss: tuple[str, float] | None = None,
+    memory_timeline: Sequence[Mapping[str, Any]],
+    planned_peak_bytes: int | None,
+    reference_loss: tuple[str, float] | None,
     timed_since: int = 0,
-    marks: Sequence[Mark] = (),
+    marks: Sequence[Mark],
 ) -> list[Path]:
     """Write `loss`, `tokens_per_second`, `noise_scale` and `memory_by_category.png` into `folder`, those with data.
 
@@ -115,7 +115,7 @@ def _row_of(line: bytes) -> dict[str, Any] | None:
 
 
 def plot_loss(
-    rows: Sequence[Mapping[str, Any]], path: Path, *, reference: tuple[str, float] | None = None, marks: Sequence[Mark] = ()
+    rows: Sequence[Mapping[str, Any]], path: Path, *, reference: tuple[str, float] | None = None, marks: Sequence[Mark]
 ) -> Path:
     """Plot the training loss by step, raw and smoothed; validation losses as points, `reference` as a dashed line."""
     figure, axes = new_figure("Loss", "step", "nats per token")
@@ -163,9 +163,7 @@ def _draw_marks(axes: Any, marks: Sequence[Mark], last: int) -> None:
             annotation.set_in_layout(False)  # else a long one takes the room of the axes
 
 
-def plot_tokens_per_second(
-    rows: Sequence[Mapping[str, Any]], path: Path, *, since: int = 0, marks: Sequence[Mark] = ()
-) -> Path:
+def plot_tokens_per_second(rows: Sequence[Mapping[str, Any]], path: Path, *, since: int = 0, marks: Sequence[Mark]) -> Path:
     """Plot tokens per second by step, raw and smoothed, and their median after step `since` (earlier steps may have had another
     layout)."""
     from statistics import median

@@ -57,7 +57,7 @@ def summarise(folder: Path) -> Summary:
     return summary_of(rows, read_memory(folder), last_timed_start(folder, rows))
 
 
-def summary_of(rows: Sequence[Mapping[str, Any]], memory: Mapping[str, Any], timed_since: int = 0) -> Summary:
+def summary_of(rows: Sequence[Mapping[str, Any]], memory: Mapping[str, Any], timed_since: int) -> Summary:
     """Summary of rows of metrics.jsonl, at least one, and of memory.json."""
     timed = [row for row in rows if row["step"] > timed_since]
     losses = _values(rows, "train/loss")

@@ -38,7 +38,7 @@ from ultrascale.kernels.loss.cross_entropy import IGNORED, linear_cross_entropy
 from ultrascale.kernels.rotary import Angles, rotary_angles
 from ultrascale.models.attention import Attention, KeyValues, LatentAttention
 from ultrascale.models.experts import MoE
-from ultrascale.models.feed_forward import build_mlp
+from ultrascale.models.feed_forward import MLP
 from ultrascale.models.initialise import build_embedding
 from ultrascale.models.norms import build_norm, build_rms_norm, norm_of_sum, unchanged
 
@@ -93,7 +93,7 @@ class Block(nn.Module):
         self.self_attn = LatentAttention(model) if model.latent_attention else Attention(model)
         self._add_norm(names.after_attention, model)
         self._add_norm(names.before_mlp, model)
-        self.mlp = MoE(model) if model.is_moe(layer) else build_mlp(model, model.intermediate_size)
+        self.mlp = MoE(model) if model.is_moe(layer) else MLP(model, model.intermediate_size)
         self._add_norm(names.after_mlp, model)
 
     def _add_norm(self, name: str, model: Model) -> None:

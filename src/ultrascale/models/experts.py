@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from ultrascale.description.architecture.model import Model
 from ultrascale.kernels.expert_rows import spread, weighted_sum
 from ultrascale.kernels.grouped_matmul import grouped_linear
-from ultrascale.models.feed_forward import activate, build_mlp
+from ultrascale.models.feed_forward import MLP, activate
 from ultrascale.models.router import Router, Routing, count_choices
 from ultrascale.torch_private import never_compiled
 
@@ -157,7 +157,7 @@ class MoE(nn.Module):
         self.router = Router(model)
         self.experts = Experts(model)
         shared = model.shared_expert_intermediate_size
-        self.shared_experts = build_mlp(model, shared) if shared else None
+        self.shared_experts = MLP(model, shared) if shared else None
         self.dispatch: Dispatch = LocalDispatch(model.num_experts, drops=model.expert_capacity_factor is not None)
         self.auxiliary_scale = 1.0
         self.statistics = RoutingStatistics()

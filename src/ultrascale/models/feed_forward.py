@@ -29,13 +29,13 @@ def activate(activation: str, *inner: Tensor) -> Tensor:
     return activated * inner[1] if len(inner) == 2 else activated
 
 
-class GatedMLP(nn.Module):
-    """down(act(gate(x)) * up(x)), such as SwiGLU."""
+class MLP(nn.Module):
+    """down(act(gate(x)) * up(x)), such as SwiGLU; without a gate down(act(up(x))), as in GPT-2."""
 
     def __init__(self, model: Model, width: int):
         super().__init__()
         self.activation = model.activation
-        self.gate_proj = nn.Linear(model.hidden_size, width, bias=model.mlp_bias)
+        self.gate_proj = nn.Linear(model.hidden_size, width, bias=model.mlp_bias) if model.gated_mlp else None
         self.up_proj = nn.Linear(model.hidden_size, width, bias=model.mlp_bias)
         self.down_proj = nn.Linear(width, model.hidden_size, bias=model.mlp_bias)
         self.column_linear, self.row_linear, self.activate = column_linear, row_linear, activate
@@ -43,32 +43,8 @@ class GatedMLP(nn.Module):
     @property
     def projections(self) -> tuple[nn.Linear, ...]:
         """Projections that read the input."""
-        return self.gate_proj, self.up_proj
+        return (self.up_proj,) if self.gate_proj is None else (self.gate_proj, self.up_proj)
 
     def forward(self, hidden: Tensor) -> Tensor:
         inner = self.column_linear(hidden, *self.projections)
         return self.row_linear(self.activate(self.activation, *inner), self.down_proj)
-
-
-class MLP(nn.Module):
-    """down(act(up(x))), as in GPT-2."""
-
-    def __init__(self, model: Model, width: int):
-        super().__init__()
-        self.activation = model.activation
-        self.up_proj = nn.Linear(model.hidden_size, width, bias=model.mlp_bias)
-        self.down_proj = nn.Linear(width, model.hidden_size, bias=model.mlp_bias)
-        self.column_linear, self.row_linear, self.activate = column_linear, row_linear, activate
-
-    @property
-    def projections(self) -> tuple[nn.Linear, ...]:
-        """Projections that read the input."""
-        return (self.up_proj,)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.row_linear(self.activate(self.activation, *self.column_linear(hidden, self.up_proj)), self.down_proj)
-
-
-def build_mlp(model: Model, width: int) -> GatedMLP | MLP:
-    """Feed-forward layer of `model` with this inner width."""
-    return GatedMLP(model, width) if model.gated_mlp else MLP(model, width)

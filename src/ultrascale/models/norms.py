@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from ultrascale.description.architecture.model import Model
-from ultrascale.kernels.norm import add_rms_norm, at_least_fp32, fuses_sums, rms_norm
+from ultrascale.kernels.choice.wide import at_least_fp32
+from ultrascale.kernels.norm import add_rms_norm, fuses_sums, rms_norm
 
 
 class RMSNorm(nn.Module):

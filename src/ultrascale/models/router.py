@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ultrascale.description.architecture.model import Model
+from ultrascale.kernels.choice.wide import wide_dtype
 
 EQUAL = 2.0**-15
 TINY = 1e-20
@@ -153,7 +154,7 @@ class _RouterLogits(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        wide = torch.promote_types(hidden.dtype, torch.float32)
+        wide = wide_dtype(hidden)
         ctx.save_for_backward(hidden, weight)
         ctx.has_bias = bias is not None
         rows = hidden.flatten(0, -2).to(wide)

@@ -23,7 +23,7 @@ Exchanges and sums are custom torch operations (`ultrascale::...`), so that sele
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -33,31 +33,33 @@ from torch.autograd.function import once_differentiable
 from torch.library import custom_op
 
 from ultrascale.kernels.choice.device_kind import is_cuda
+from ultrascale.kernels.choice.wide import wide_dtype
 from ultrascale.parallel.lost import waiting
 from ultrascale.torch_private import group_named
 
 WORK = "work_that_fills_it"
+Move = Callable[[Tensor, list[int], dist.ProcessGroup], Tensor]
 
 
 def all_gather(rows: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> Tensor:
     """[n, D] of every rank to [sum(lengths), D]; the gradient of a row is summed over all ranks."""
-    return _AllGather.apply(rows, lengths, group)  # pyright: ignore[reportReturnType]
+    return _Moved.apply(rows, _gathered, _summed, lengths, group)  # pyright: ignore[reportReturnType]
 
 
 def reduce_scatter(rows: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> Tensor:
     """[sum(lengths), D] on every rank to this rank's rows of their sum, [n, D]."""
-    return _ReduceScatter.apply(rows, lengths, group)  # pyright: ignore[reportReturnType]
+    return _Moved.apply(rows, _summed, _gathered, lengths, group)  # pyright: ignore[reportReturnType]
 
 
 def shard_rows(rows: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> Tensor:
     """This rank's shard [n, D] of rows [sum(lengths), D] that are equal on all ranks; the gradient is equal on all ranks
     too."""
-    return _ShardRows.apply(rows, lengths, group)  # pyright: ignore[reportReturnType]
+    return _Moved.apply(rows, _local_rows, _gathered, lengths, group)  # pyright: ignore[reportReturnType]
 
 
 def unshard_rows(rows: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> Tensor:
     """[n, D] of every rank to [sum(lengths), D]. The gradient must be the same on all ranks: each takes its own rows of it."""
-    return _UnshardRows.apply(rows, lengths, group)  # pyright: ignore[reportReturnType]
+    return _Moved.apply(rows, _gathered, _local_rows, lengths, group)  # pyright: ignore[reportReturnType]
 
 
 class TokenExchange:
@@ -115,7 +117,7 @@ def sum_rows(rows: Tensor, lengths: list[int], group: str) -> Tensor:
     parts = rows.new_empty(ranks.size(), local_length, *rows.shape[1:])
     with waiting("a sum of rows of tokens", ranks):
         dist.all_to_all_single(parts.flatten(0, 1), rows.contiguous(), [local_length] * ranks.size(), lengths, group=ranks)
-    total = parts[0].to(torch.promote_types(rows.dtype, torch.float32), copy=True)
+    total = parts[0].to(wide_dtype(rows), copy=True)
     for number in range(1, len(parts)):
         total += parts[number]
     del parts  # before the sum is rounded
@@ -153,65 +155,35 @@ class _Arrive(torch.autograd.Function):
         return grad, None  # autograd wants a gradient of the shape received; the returned rows are in the exchange
 
 
-class _AllGather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.lengths, ctx.group = list(lengths), group
-        return _gathered(rows, lengths, group)
+class _Moved(torch.autograd.Function):
+    """Rows moved by `move`; their gradient is moved by `back`, its transpose."""
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return sum_rows(grad, ctx.lengths, ctx.group.group_name), None, None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.lengths, ctx.group = list(lengths), group
-        return sum_rows(rows, list(lengths), group.group_name)
+    def forward(ctx: Any, rows: Tensor, move: Move, back: Move, lengths: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.back, ctx.lengths, ctx.group = back, list(lengths), group
+        return move(rows, ctx.lengths, group)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _gathered(grad, ctx.lengths, ctx.group), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.back(grad, ctx.lengths, ctx.group), None, None, None, None
 
 
-class _ShardRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.lengths, ctx.group = list(lengths), group
-        return _local_rows(rows, lengths, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _gathered(grad, ctx.lengths, ctx.group), None, None
+def _summed(rows: Tensor, lengths: list[int], group: dist.ProcessGroup) -> Tensor:
+    return sum_rows(rows, lengths, group.group_name)
 
 
-class _UnshardRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.lengths, ctx.group = list(lengths), group
-        return _gathered(rows, lengths, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _local_rows(grad, ctx.lengths, ctx.group), None, None
-
-
-def _local_rows(rows: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+def _local_rows(rows: Tensor, lengths: list[int], group: dist.ProcessGroup) -> Tensor:
     first = sum(lengths[: group.rank()])
     return rows[first : first + lengths[group.rank()]].contiguous()
 
 
-def _gathered(rows: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+def _gathered(rows: Tensor, lengths: list[int], group: dist.ProcessGroup) -> Tensor:
     gathered = rows.new_empty(sum(lengths), *rows.shape[1:])
     with waiting("a gather of rows of tokens", group):
         if is_cuda(rows):
-            dist.all_gather(list(gathered.split(list(lengths))), rows.contiguous(), group=group)
+            dist.all_gather(list(gathered.split(lengths)), rows.contiguous(), group=group)
             return gathered
         copies = rows.repeat(group.size(), *(1 for _ in rows.shape[1:]))
-        dist.all_to_all_single(gathered, copies, list(lengths), [len(rows)] * group.size(), group=group)
+        dist.all_to_all_single(gathered, copies, lengths, [len(rows)] * group.size(), group=group)
     return gathered

@@ -67,7 +67,13 @@ def build_share(
     for stage in stages.values():
         # Allocate memory, then fill in the values.
         stage.to_empty(device=ranks.device)
-        initialise(stage, model, seed, places=_names_in(stage, places), draw_on_device=draw_on_device)
+        initialise(
+            stage,
+            model,
+            seed,
+            places={name: places[name] for name, _ in stage.named_parameters()},
+            draw_on_device=draw_on_device,
+        )
         # Without FSDP2, mixed precision keeps copies of the parameters in the compute dtype.
         if mesh.data is None and layout.precision != layout.master_dtype:
             apply_mixed_precision(stage, TORCH_DTYPE[layout.precision])
@@ -132,10 +138,6 @@ def _bare_stages(model: Model, layout: Layout, mesh: Mesh, sequence_length: int)
         layers, last = stage_layers(model, layout, sequence_length), layout.num_stages - 1
         for number in stages_of_ranks(layout.schedule, layout.pp, layout.virtual_stages)[mesh.coordinates.pp]:
             yield number, Decoder(model, layers=layers[number], is_first=number == 0, is_last=number == last)
-
-
-def _names_in(stage: Decoder, places: dict[str, WeightShard]) -> dict[str, WeightShard]:
-    return {name: places[name] for name, _ in stage.named_parameters()}
 
 
 def _local_parameters(model: Model, stages: dict[int, Decoder], places: dict[str, WeightShard]) -> list[LocalParameter]:

@@ -77,6 +77,11 @@ class Ranks:
             with waiting("a barrier of all ranks", self.host_group):
                 dist.barrier(group=self.host_group)
 
+    def settle(self) -> None:
+        """Wait until the device has finished its queue, so that a step's kernels fall within that step."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     def gather_text(self, text: str) -> list[str]:
         """Every rank's `text`, on every rank, without pickle."""
         if self.host_group is None:

@@ -29,7 +29,11 @@ MOST_FILE_BYTES = 4096
 
 def next_save(folder: Path, fault: Planted, hang_seconds: float) -> None:
     """Make the next save of this process meet `fault`, which ends once a save succeeds."""
-    disks = {"full-disk": _full, "flaky-disk": _flaky, "slow-disk": lambda: _slow(SLOW_DISK * hang_seconds)}
+    disks = {
+        "full-disk": _full,
+        "flaky-disk": _flaky,
+        "slow-disk": lambda: _first_write(lambda: time.sleep(SLOW_DISK * hang_seconds)),
+    }
     save, meeting = Saver.save, [disks[fault.kind]]
 
     def met(saver: Saver, *arguments: Any, **options: Any) -> Path:
@@ -61,10 +65,6 @@ def _full() -> Iterator[None]:
 
 def _flaky() -> AbstractContextManager[None]:
     return _first_write(_fail)
-
-
-def _slow(seconds: float) -> AbstractContextManager[None]:
-    return _first_write(lambda: time.sleep(seconds))
 
 
 def _fail() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import os
 import shutil
 import uuid
@@ -12,6 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
+from ultrascale.output_file import make_durable
 from ultrascale.storage.errors import ConflictError, MissingError, StorageError
 from ultrascale.storage.store import Block, Store, Stored, Version
 
@@ -33,7 +33,7 @@ class FileStore(Store):
 
     def read_version(self, key: str) -> tuple[bytes, Version]:
         data = self.read(key)
-        return data, _version(data)
+        return data, Version.of(data)
 
     def read_range(self, key: str, begin: int, end: int) -> bytes:
         with self._naming_errors(key, "read"), open(self._path(key), "rb") as file:
@@ -68,12 +68,12 @@ class FileStore(Store):
             except MissingError:
                 now = None
             if now == data:
-                return _version(data)
-            if (None if now is None else _version(now)) != replacing:
+                return Version.of(data)
+            if (None if now is None else Version.of(now)) != replacing:
                 raise ConflictError(f"{self.where(key)} was written by somebody else.")
             os.replace(partial, self._path(key))
-            _sync(self._path(key).parent)
-        return _version(data)
+            make_durable(self._path(key).parent)
+        return Version.of(data)
 
     def names(self, prefix: str) -> tuple[list[Stored], list[str]]:
         objects, folders = [], []
@@ -81,7 +81,7 @@ class FileStore(Store):
             for entry in sorted(self._entries(prefix), key=lambda entry: entry.name):
                 if entry.is_dir():
                     folders.append(entry.name)
-                elif not _is_internal(entry.name):
+                elif not entry.name.startswith(_PARTIAL) and entry.name != _LOCK:
                     objects.append(_stored(entry.stat(), entry.name))
         return objects, folders
 
@@ -149,21 +149,5 @@ def _written(path: Path, data: bytes | memoryview) -> Path:
     return path
 
 
-def _sync(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
 def _stored(facts: os.stat_result, key: str) -> Stored:
     return Stored(key, facts.st_size, str(facts.st_mtime_ns))
-
-
-def _version(data: bytes) -> Version:
-    return Version(hashlib.sha256(data).hexdigest())
-
-
-def _is_internal(name: str) -> bool:
-    return name.startswith(_PARTIAL) or name == _LOCK

@@ -11,7 +11,6 @@ where it was last seen.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import random
 import re
@@ -59,7 +58,7 @@ class HubBranch(HubStore):
 
     def read_version(self, key: str) -> tuple[bytes, Version]:
         data = self.read(key)
-        return data, _version(data)
+        return data, Version.of(data)
 
     def read_range(self, key: str, begin: int, end: int) -> bytes:
         self._flush_under(key)
@@ -90,7 +89,7 @@ class HubBranch(HubStore):
         def commit() -> None:
             parent = self._read_head()
             now = self._now(key)
-            if now != data and (None if now is None else _version(now)) != replacing:
+            if now != data and (None if now is None else Version.of(now)) != replacing:
                 raise ConflictError(f"{self.where(key)} was written by somebody else.")
             if now != data or self._pending:
                 self._send([*self._pending.values(), *([added] if now != data else [])], f"Publish {key}", parent=parent)
@@ -100,7 +99,7 @@ class HubBranch(HubStore):
             self._flush_under(key)
             self.flush(least=COMMIT_FILES)
             self._do(key, commit)
-        return _version(data)
+        return Version.of(data)
 
     def hold(self, key: str, version: Version) -> None:
         self._held = key, version
@@ -206,7 +205,7 @@ class HubBranch(HubStore):
         if self._held is not None:
             key, version = self._held
             parent = parent or self._read_head()
-            if _version(self._now(key) or b"") != version:
+            if Version.of(self._now(key) or b"") != version:
                 raise ConflictError(f"{self.where(key)} was written by somebody else: nothing more is written there.")
         header = {"summary": f"{title} ({self._folder.rstrip('/') or self._repo})", "description": ""}
         header |= {} if parent is None else {"parentCommit": parent}
@@ -286,7 +285,3 @@ def _words(error: Exception) -> str:
         return ""
     line = re.sub(r"\S*://\S*|\bhf_\w+", "...", (getattr(error, "server_message", None) or "").partition("\n")[0])
     return f" It says: {line[:MOST_WORDS]}" if line else ""
-
-
-def _version(data: bytes) -> Version:
-    return Version(hashlib.sha256(data).hexdigest())

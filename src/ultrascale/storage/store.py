@@ -6,6 +6,7 @@ first, and then an object that names them, which `publish` writes conditionally.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
 from abc import ABC, abstractmethod
@@ -28,6 +29,11 @@ class Version:
 
     tag: str
     number: str | None = None
+
+    @classmethod
+    def of(cls, data: bytes) -> Version:
+        """The version of a store that gives its objects no tags."""
+        return cls(hashlib.sha256(data).hexdigest())
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,10 @@ from functools import partial
 from typing import NamedTuple
 
 from ultrascale.catalogue.machines import usable_cores
-from ultrascale.data.preparing.workers import end_with_parent
 from ultrascale.description.run import Run, run_of_island
 from ultrascale.kernels.choice.device_kind import Kind
 from ultrascale.launch.stopping import STOP_SIGNALS
-from ultrascale.main_module import hidden_main
+from ultrascale.main_module import end_with_parent, hidden_main
 from ultrascale.plan.report import plan_rank
 from ultrascale.trace.allocator import reserved_bytes
 from ultrascale.trace.rank import trace_rank

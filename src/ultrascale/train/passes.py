@@ -11,7 +11,7 @@ from torch import Tensor
 from ultrascale import heartbeat
 from ultrascale.models.experts import scale_auxiliary_losses
 from ultrascale.parallel.data.data_parallel import prepare_action
-from ultrascale.parallel.pipeline.pipeline_parallel import Pipeline, build_pipeline
+from ultrascale.parallel.pipeline.pipeline_parallel import Pipeline, pipeline_of
 from ultrascale.parallel.precision.mixed_precision import TORCH_DTYPE
 from ultrascale.parallel.share import Share
 from ultrascale.schedules.accumulate import accumulate
@@ -39,7 +39,9 @@ class Passes:
         share = self.share
         if share.layout.pp > 1:
             groups, device = share.mesh.pipeline_groups(), share.mesh.device
-            self.pipeline = build_pipeline(share.layout, share.stages, groups, device, lambda action: self.on_action(action))
+            self.pipeline = pipeline_of(share.layout)(
+                share.layout, share.stages, groups, device, lambda action: self.on_action(action)
+            )
 
     def train(self, micro_batches: Sequence[MicroBatch], num_targets: int) -> list[Tensor]:
         """Accumulate the gradients of (sum of losses) / `num_targets` x `loss_scale` in the parameters. Returns the losses,

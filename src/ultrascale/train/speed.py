@@ -68,11 +68,6 @@ class Speed:
         """Tokens per second and rank, at the median step."""
         return self.tokens_per_step / self.median_seconds / self.ranks
 
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> Speed:
-        """Speed read back from the dict that `asdict` made."""
-        return cls(**value)
-
 
 def measure_speed(run: Run, steps: int, out: Path, *, warm: int, rendezvous: str = "env://") -> Speed | None:
     """Time `steps` steps of `run` after `warm` warm-up steps, in this process and its peers. Writes the result to the file

@@ -69,11 +69,6 @@ class Step:
     """Load of the experts; None without experts, and in a step that did not update."""
 
     @property
-    def num_sequences(self) -> int:
-        """Sequences of the global batch."""
-        return self.span.num_sequences
-
-    @property
     def is_passed_over(self) -> bool:
         """True if the step must not update anything."""
         return bool(self.anomaly) or not isfinite(self.norm)
@@ -89,14 +84,12 @@ class StepResult(NamedTuple):
     outer: Mapping[str, int] = MappingProxyType({})
     """Outer steps and bytes of islands (DiLoCo), by the name of the metric."""
 
-    @property
-    def expert_balance(self) -> ExpertBalance | None:
-        """Load of the experts; None without experts, and in a step that did not update."""
-        return self.gradients.expert_balance
-
 
 class Observer:
     """Observer of steps. Every method does nothing unless a subclass overrides it. All ranks have the same observers."""
+
+    def __init__(self, trainer: Trainer):
+        self.trainer = trainer
 
     def around(self, step: Step, play: Callable[[], None]) -> None:
         """Call `play`, which runs the passes, reduces gradients into the parameters, and fills this rank's `step.sums`."""

@@ -28,7 +28,7 @@ from ultrascale.train.observers.noise_scale import NoiseMeasured, NoiseScale
 from ultrascale.train.observers.refused_steps import RefusedSteps
 from ultrascale.train.observers.repeat import RepeatedSteps, expect_repeatable
 from ultrascale.train.optimizers.loss_scale import DelayedScaling, DynamicScale, LossScaling
-from ultrascale.train.optimizers.optimizer import build_optimizer, create_state
+from ultrascale.train.optimizers.optimizer import build_optimizer
 from ultrascale.train.passes import Passes
 from ultrascale.train.start.compiled import FreedAfterCompiling
 from ultrascale.train.step import Observer, StepResult
@@ -87,7 +87,6 @@ class Trainer:
             draw_on_device=self.draw_on_device,
         )
         self.optimizer = build_optimizer(self.share, run.optimizer, seed=run.seed)
-        create_state(self.optimizer, 0)
         self.passes = Passes(self.share, self._notify_phase)
         if self.ranks.store is not None or self.ranks.meeting is not None:
             self.outer = OuterLoop(run, self.ranks, self.share, wants_to_stop=lambda: self.stop_requested)
@@ -100,7 +99,7 @@ class Trainer:
     def _observers(self) -> list[Observer]:
         """Observers that this run asks for; fp16's loss scale first, since an overflow is not an anomaly."""
         run, share = self.run, self.share
-        kinds: list[tuple[bool, Callable[[Trainer], Observer]]] = [
+        kinds: list[tuple[bool, type[Observer]]] = [
             (self.loss_scale is not None, LossScaling),
             (True, RefusedSteps),
             (self.noise_scale is not None, NoiseMeasured),

@@ -52,63 +52,35 @@ def main() -> int:
     if not has_launcher():
         end_with_starter()
     run = resolve(args.run).run
-    if args.profile is not None:
-        first, last = args.profile_steps
-        return profile_or_explain(run, first, last, args.profile, rendezvous=args.rendezvous, failure=args.failure)
-    if args.speed is not None:
-        warm, steps = args.speed_steps
-        return speed_or_explain(run, warm, steps, args.speed, rendezvous=args.rendezvous, failure=args.failure)
-    code = train_or_explain(
-        run, allow_changes=args.allow_changes, rendezvous=args.rendezvous, failure=args.failure,
-        ignore_memory=args.ignore_memory, leave_by=args.leave_by, island=args.island,
-    )  # fmt: skip
+    code = run_or_explain(lambda: _work(run, args), args.failure)
     if code == 0 and args.saved is not None and env_rank() == 0:
         args.saved.touch()
     return code
 
 
-def train_or_explain(
-    run: Run,
-    *,
-    allow_changes: bool,
-    rendezvous: str = "env://",
-    failure: Path | None = None,
-    ignore_memory: bool = False,
-    leave_by: float | None = None,
-    island: int | None = None,
-) -> int:
-    """Train, and return the exit code: 0 complete or stopped in order, 1 failed, 2 invalid configuration.
+def _work(run: Run, args: argparse.Namespace) -> object:
+    """Train, profile or time the run."""
+    if args.profile is not None:
+        from ultrascale.train.observers.profile import profile_run
 
-    An error addressed to the user is printed with its rank and written to `failure`, so that the launcher does not retry.
-    """
-    return _or_explain(
-        lambda: train(
-            run, allow_changes=allow_changes, rendezvous=rendezvous, ignore_memory=ignore_memory, leave_by=leave_by,
-            island=island,
-        ),
-        failure,
+        first, last = args.profile_steps
+        return profile_run(run, first, last, args.profile, rendezvous=args.rendezvous)
+    if args.speed is not None:
+        from ultrascale.train.speed import measure_speed
+
+        warm, steps = args.speed_steps
+        return measure_speed(run, steps, args.speed, warm=warm, rendezvous=args.rendezvous)
+    return train(
+        run, allow_changes=args.allow_changes, rendezvous=args.rendezvous, ignore_memory=args.ignore_memory,
+        leave_by=args.leave_by, island=args.island,
     )  # fmt: skip
 
 
-def profile_or_explain(
-    run: Run, first: int, last: int, folder: Path, *, rendezvous: str = "env://", failure: Path | None = None
-) -> int:
-    """Profile steps `first` to `last` into `folder`; exit codes as `train_or_explain`."""
-    from ultrascale.train.observers.profile import profile_run
+def run_or_explain(work: Callable[[], object], failure: Path | None = None) -> int:
+    """Do `work`, and return the exit code: 0 complete or stopped in order, 1 failed, 2 invalid configuration.
 
-    return _or_explain(lambda: profile_run(run, first, last, folder, rendezvous=rendezvous), failure)
-
-
-def speed_or_explain(
-    run: Run, warm: int, steps: int, out: Path, *, rendezvous: str = "env://", failure: Path | None = None
-) -> int:
-    """Time `steps` steps after `warm` warm-up steps into the file `out`; exit codes as `train_or_explain`."""
-    from ultrascale.train.speed import measure_speed
-
-    return _or_explain(lambda: measure_speed(run, steps, out, warm=warm, rendezvous=rendezvous), failure)
-
-
-def _or_explain(work: Callable[[], object], failure: Path | None) -> int:
+    An error addressed to the user is printed with its rank and written to `failure`, so that the launcher does not retry.
+    """
     try:
         work()
         return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ultrascale.check.faults.plants import plants
+from ultrascale.check.faults.plants import Plant, plants
 from ultrascale.kernels.loss.cross_entropy import IGNORED
 from ultrascale.parallel.context import context_attention, context_gather, context_masks, context_ring
 from ultrascale.parallel.context.context_parallel import LocalBatch
@@ -20,23 +21,22 @@ from ultrascale.train.micro_batches import MicroBatch
 from ultrascale.train.trainer import Trainer
 
 
-def _changed(trainer: Trainer, change: Callable[[MicroBatch], MicroBatch]) -> Any:
+def _changed(trainer: Trainer, change: Callable[[MicroBatch], MicroBatch]) -> Plant:
     to_device = trainer.to_device
     return patch.object(trainer, "to_device", lambda sequences: change(to_device(sequences)))
 
 
 @plants("cp-rope-restarted")
-def _rope_restarted(trainer: Trainer) -> Iterator[None]:
+def _rope_restarted(trainer: Trainer) -> Plant:
     def restarted(batch: MicroBatch) -> MicroBatch:
         assert batch.positions is not None
         return replace(batch, positions=torch.arange(batch.positions.shape[-1]).expand_as(batch.positions))
 
-    with _changed(trainer, restarted):
-        yield
+    return _changed(trainer, restarted)
 
 
 @plants("cp-order")
-def _order(trainer: Trainer) -> Iterator[None]:
+def _order(trainer: Trainer) -> Plant:
     shard_batch = micro_batches.shard_batch
 
     def shifted(*arrays: Any, **options: Any) -> LocalBatch:
@@ -44,43 +44,40 @@ def _order(trainer: Trainer) -> Iterator[None]:
         tokens, targets, positions = (np.roll(array, 1, axis=1) for array in batch[:3])
         return batch._replace(tokens=tokens, targets=targets, positions=positions)
 
-    with patch.object(micro_batches, "shard_batch", shifted):
-        yield
+    return patch.object(micro_batches, "shard_batch", shifted)
 
 
 @plants("cp-targets")
-def _targets(trainer: Trainer) -> Iterator[None]:
+def _targets(trainer: Trainer) -> Plant:
     def rolled(batch: MicroBatch) -> MicroBatch:
         targets = torch.where(batch.targets == IGNORED, IGNORED, batch.tokens.roll(-1, dims=1))
         return replace(batch, targets=targets)
 
-    with _changed(trainer, rolled):
-        yield
+    return _changed(trainer, rolled)
 
 
 @plants("cp-weights-of-parts")
-def _weights_of_parts(trainer: Trainer) -> Iterator[None]:
+def _weights_of_parts(trainer: Trainer) -> Plant:
     def averaged(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
         out.lerp_(part.to(out.dtype), 0.5)
         torch.logaddexp(lse, part_lse, out=lse)
 
-    with patch.object(context_attention, "join", averaged):
-        yield
+    return patch.object(context_attention, "join", averaged)
 
 
 @plants("cp-own-lse")
-def _local_lse(trainer: Trainer) -> Iterator[None]:
+def _local_lse(trainer: Trainer) -> Plant:
     backward = context_attention.attend_backward
 
     def alone(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, **options: Any) -> Any:
         local_out, local_lse = context_attention.attend(query, key, value, **options)
         return backward(grad, query, key, value, local_out, local_lse, **options)
 
-    with patch.object(context_attention, "attend_backward", alone):
-        yield
+    return patch.object(context_attention, "attend_backward", alone)
 
 
 @plants("cp-gradients-lost")
+@contextmanager
 def _gradients_lost(trainer: Trainer) -> Iterator[None]:
     ring, scattered = context_ring.RingGradients.received, context_gather.ScatteredGradients.received
 
@@ -95,11 +92,10 @@ def _gradients_lost(trainer: Trainer) -> Iterator[None]:
 
 
 @plants("cp-documents-seen")
-def _documents_seen(trainer: Trainer) -> Iterator[None]:
+def _documents_seen(trainer: Trainer) -> Plant:
     visible = context_masks._visible
 
     def blind(rows: Any, place: int, source: int, view: Any, document_ids: Any, *rest: Any) -> Tensor:
         return visible(rows, place, source, view, None, *rest)
 
-    with patch.object(context_masks, "_visible", blind):
-        yield
+    return patch.object(context_masks, "_visible", blind)

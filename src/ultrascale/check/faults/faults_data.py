@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import torch.distributed as dist
 from torch import Tensor
 
-from ultrascale.check.faults.plants import plants
+from ultrascale.check.faults.plants import Plant, plants
 from ultrascale.check.faults.table import micro_batches as count_micro_batches
 from ultrascale.parallel.data.collectives import DirectReduceScatter
 from ultrascale.parallel.data.data_parallel import sharded_modules
@@ -30,7 +31,7 @@ def _is_bucket(tensor: Any) -> bool:
     return isinstance(tensor, Tensor) and tensor.dim() == 1 and tensor.is_floating_point() and tensor.numel() > 16
 
 
-def _all_reduce(change: Callable[[Tensor], Any], *, skips: bool) -> Any:
+def _all_reduce(change: Callable[[Tensor], Any], *, skips: bool) -> Plant:
     """Context manager that patches `dist.all_reduce`: `change` is applied to each gradient bucket of FSDP2 in place, after its
     all-reduce, or instead of it if `skips`."""
     original = dist.all_reduce
@@ -45,32 +46,30 @@ def _all_reduce(change: Callable[[Tensor], Any], *, skips: bool) -> Any:
 
 
 @plants("missing-reduce")
+@contextmanager
 def _missing_reduce(trainer: Trainer) -> Iterator[None]:
     with _all_reduce(lambda tensor: None, skips=True), patch.object(DirectReduceScatter, "__call__", _scattered_alone):
         yield
 
 
 @plants("missing-scatter")
-def _missing_scatter(trainer: Trainer) -> Iterator[None]:
-    with patch.object(DirectReduceScatter, "__call__", _scattered_alone):
-        yield
+def _missing_scatter(trainer: Trainer) -> Plant:
+    return patch.object(DirectReduceScatter, "__call__", _scattered_alone)
 
 
 @plants("missing-replicas")
-def _missing_replicas(trainer: Trainer) -> Iterator[None]:
-    with _all_reduce(lambda tensor: None, skips=True):
-        yield
+def _missing_replicas(trainer: Trainer) -> Plant:
+    return _all_reduce(lambda tensor: None, skips=True)
 
 
 @plants("reduced-twice")
-def _reduced_twice(trainer: Trainer) -> Iterator[None]:
+def _reduced_twice(trainer: Trainer) -> Plant:
     ranks = trainer.run.layout.group("replicate")[0]
-    with _all_reduce(lambda tensor: tensor.mul_(ranks), skips=False):
-        yield
+    return _all_reduce(lambda tensor: tensor.mul_(ranks), skips=False)
 
 
 @plants("averaged")
-def _averaged(trainer: Trainer) -> Iterator[None]:
+def _averaged(trainer: Trainer) -> Plant:
     finish, ranks = trainer.share.finish_gradients, trainer.run.layout.dp * trainer.run.layout.cp
 
     def divided() -> None:
@@ -79,12 +78,11 @@ def _averaged(trainer: Trainer) -> Iterator[None]:
                 parameter.grad.div_(ranks)
         finish()
 
-    with patch.object(trainer.share, "finish_gradients", divided):
-        yield
+    return patch.object(trainer.share, "finish_gradients", divided)
 
 
 @plants("accumulation-reset")
-def _accumulation_reset(trainer: Trainer) -> Iterator[None]:
+def _accumulation_reset(trainer: Trainer) -> Plant:
     on_action = trainer.passes.on_action
 
     def forget(action: Action) -> None:
@@ -94,8 +92,7 @@ def _accumulation_reset(trainer: Trainer) -> Iterator[None]:
             trainer.optimizer.zero_grad(set_to_none=True)
         on_action(action)
 
-    with patch.object(trainer.passes, "on_action", forget):
-        yield
+    return patch.object(trainer.passes, "on_action", forget)
 
 
 def _forget(stage: Any) -> None:
@@ -108,11 +105,10 @@ def _forget(stage: Any) -> None:
 
 
 @plants("moving-average")
-def _moving_average(trainer: Trainer) -> Iterator[None]:
+def _moving_average(trainer: Trainer) -> Plant:
     train, count = trainer.passes.train, count_micro_batches(trainer.run)
 
     def scaled(micro_batches: Any, num_targets: int) -> Any:
         return train(micro_batches, num_targets * count)
 
-    with patch.object(trainer.passes, "train", scaled):
-        yield
+    return patch.object(trainer.passes, "train", scaled)

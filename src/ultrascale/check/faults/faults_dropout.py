@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
 import torch
 
-from ultrascale.check.faults.plants import plants
+from ultrascale.check.faults.plants import Plant, plants
 from ultrascale.kernels import dropout
 from ultrascale.train.micro_batches import MicroBatch
 from ultrascale.train.trainer import Trainer
 
 
 @plants("dropout-own-places")
-def _local_places(trainer: Trainer) -> Iterator[None]:
+def _local_places(trainer: Trainer) -> Plant:
     to_device = trainer.to_device
 
     def with_local_places(sequences: Any) -> MicroBatch:
@@ -24,27 +23,24 @@ def _local_places(trainer: Trainer) -> Iterator[None]:
         keys = dropout.token_keys(sequences.numbers, batch.tokens.shape[1], trainer.run.seed)
         return replace(batch, dropout_keys=torch.from_numpy(keys))
 
-    with patch.object(trainer, "to_device", with_local_places):
-        yield
+    return patch.object(trainer, "to_device", with_local_places)
 
 
 @plants("dropout-same-on-ranks")
-def _same_on_ranks(trainer: Trainer) -> Iterator[None]:
+def _same_on_ranks(trainer: Trainer) -> Plant:
     to_device, layout, dp = trainer.to_device, trainer.run.layout, trainer.share.mesh.coordinates.dp
 
     def first(sequences: Any) -> MicroBatch:
         return to_device(replace(sequences, numbers=sequences.numbers - dp * layout.micro_batch_size))
 
-    with patch.object(trainer, "to_device", first):
-        yield
+    return patch.object(trainer, "to_device", first)
 
 
 @plants("dropout-drawn-again")
-def _drawn_again(trainer: Trainer) -> Iterator[None]:
+def _drawn_again(trainer: Trainer) -> Plant:
     calls, dropped = iter(range(1 << 30)), dropout.dropped
 
     def others(keys: torch.Tensor, site: int, width: int, rate: float) -> torch.Tensor:
         return dropped(keys, site + 1000 * next(calls), width, rate)
 
-    with patch.object(dropout, "dropped", others):
-        yield
+    return patch.object(dropout, "dropped", others)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ultrascale.check.faults.plants import plants
+from ultrascale.check.faults.plants import Plant, plants
 from ultrascale.models.experts import GroupedLinear, RoutingStatistics, moe_layers
 from ultrascale.parallel.expert import expert_dispatch
 from ultrascale.parallel.share import local
@@ -18,7 +19,7 @@ from ultrascale.train import passes
 from ultrascale.train.trainer import Trainer
 
 
-def _after_backward(trainer: Trainer, change: Callable[[Tensor], Any]) -> Any:
+def _after_backward(trainer: Trainer, change: Callable[[Tensor], Any]) -> Plant:
     """Call `change` on each expert weight's gradient before gradients are reduced."""
     finish = trainer.share.finish_gradients
 
@@ -32,43 +33,39 @@ def _after_backward(trainer: Trainer, change: Callable[[Tensor], Any]) -> Any:
 
 
 @plants("expert-gradients-doubled")
-def _gradients_doubled(trainer: Trainer) -> Iterator[None]:
-    with _after_backward(trainer, lambda gradient: gradient.mul_(trainer.run.layout.ep)):
-        yield
+def _gradients_doubled(trainer: Trainer) -> Plant:
+    return _after_backward(trainer, lambda gradient: gradient.mul_(trainer.run.layout.ep))
 
 
 @plants("expert-gradients-mixed")
-def _gradients_mixed(trainer: Trainer) -> Iterator[None]:
+def _gradients_mixed(trainer: Trainer) -> Plant:
     group = trainer.share.mesh.group("ep")
-    with _after_backward(trainer, lambda gradient: dist.all_reduce(gradient, group=group)):
-        yield
+    return _after_backward(trainer, lambda gradient: dist.all_reduce(gradient, group=group))
 
 
 @plants("expert-gradients-averaged")
-def _gradients_averaged(trainer: Trainer) -> Iterator[None]:
+def _gradients_averaged(trainer: Trainer) -> Plant:
     # What a rank alone had is gone after the sum; the mean over ranks is as wrong.
-    with _after_backward(trainer, lambda gradient: gradient.div_(trainer.run.layout.expert_dp)):
-        yield
+    return _after_backward(trainer, lambda gradient: gradient.div_(trainer.run.layout.expert_dp))
 
 
 @plants("router-detached")
-def _router_detached(trainer: Trainer) -> Iterator[None]:
+def _router_detached(trainer: Trainer) -> Plant:
     weighted_sum = expert_dispatch.weighted_sum
 
     def detached(rows: Tensor, pairs: Tensor, weights: Tensor) -> Tensor:
         return weighted_sum(rows, pairs, weights.detach())
 
-    with patch.object(expert_dispatch, "weighted_sum", detached):
-        yield
+    return patch.object(expert_dispatch, "weighted_sum", detached)
 
 
 @plants("expert-rows-unsorted")
-def _rows_unsorted(trainer: Trainer) -> Iterator[None]:
-    with patch.object(expert_dispatch, "put_back", lambda rows, order: rows):
-        yield
+def _rows_unsorted(trainer: Trainer) -> Plant:
+    return patch.object(expert_dispatch, "put_back", lambda rows, order: rows)
 
 
 @plants("expert-bias-everywhere")
+@contextmanager
 def _bias_everywhere(trainer: Trainer) -> Iterator[None]:
     modules = [module for stage in trainer.share.stages.values() for module in stage.modules()]
     quiet = [module for module in modules if isinstance(module, GroupedLinear) and not module.adds_bias]
@@ -84,48 +81,45 @@ def _bias_everywhere(trainer: Trainer) -> Iterator[None]:
 
 
 @plants("router-counts-overwritten")
-def _counts_overwritten(trainer: Trainer) -> Iterator[None]:
+def _counts_overwritten(trainer: Trainer) -> Plant:
     def overwrite(statistics: RoutingStatistics, counts: Tensor, auxiliary: Tensor | None) -> None:
         statistics.counts, statistics.auxiliary = counts, auxiliary
 
-    with patch.object(RoutingStatistics, "add", overwrite):
-        yield
+    return patch.object(RoutingStatistics, "add", overwrite)
 
 
 @plants("router-counts-twice")
-def _counts_twice(trainer: Trainer) -> Iterator[None]:
+def _counts_twice(trainer: Trainer) -> Plant:
     add = RoutingStatistics.add
 
     def twice(statistics: RoutingStatistics, counts: Tensor, auxiliary: Tensor | None) -> None:
         add(statistics, counts, auxiliary)
         add(statistics, counts, None)
 
-    with patch.object(RoutingStatistics, "add", twice):
-        yield
+    return patch.object(RoutingStatistics, "add", twice)
 
 
 @plants("expert-bias-local")
-def _bias_local(trainer: Trainer) -> Iterator[None]:
+def _bias_local(trainer: Trainer) -> Plant:
     apply = trainer.apply
 
     def alone(gradients: Any) -> Any:
         with patch.object(type(trainer.ranks), "sum", lambda ranks, values: values):
             return apply(gradients)
 
-    with patch.object(trainer, "apply", alone):
-        yield
+    return patch.object(trainer, "apply", alone)
 
 
 @plants("auxiliary-scale")
-def _auxiliary_scale(trainer: Trainer) -> Iterator[None]:
+def _auxiliary_scale(trainer: Trainer) -> Plant:
     scale = passes.scale_auxiliary_losses
     ranks = trainer.run.layout.tp * trainer.run.layout.cp
 
-    with patch.object(passes, "scale_auxiliary_losses", lambda stage, factor: scale(stage, factor * ranks)):
-        yield
+    return patch.object(passes, "scale_auxiliary_losses", lambda stage, factor: scale(stage, factor * ranks))
 
 
 @plants("auxiliary-counts")
+@contextmanager
 def _auxiliary_counts(trainer: Trainer) -> Iterator[None]:
     layers = [layer for stage in trainer.share.stages.values() for _, layer in moe_layers(stage)]
     before = [layer.router.sum_counts for layer in layers]

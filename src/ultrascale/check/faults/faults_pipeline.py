@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -10,7 +9,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from ultrascale.check.faults.plants import plants
+from ultrascale.check.faults.plants import Plant, plants
 from ultrascale.parallel.pipeline import pipeline_passes
 from ultrascale.parallel.pipeline.pipeline_passes import Passing
 from ultrascale.parallel.pipeline.pipeline_weights import Waiting
@@ -20,7 +19,7 @@ from ultrascale.train.trainer import Trainer
 
 
 @plants("pp-order")
-def _order(trainer: Trainer) -> Iterator[None]:
+def _order(trainer: Trainer) -> Plant:
     train = trainer.passes.train
 
     def reordered(micro_batches: Any, num_targets: int) -> Any:
@@ -28,54 +27,54 @@ def _order(trainer: Trainer) -> Iterator[None]:
         mixed = [replace(batch, targets=other.targets) for batch, other in zip(micro_batches, rotated, strict=True)]
         return train(mixed, num_targets)
 
-    with patch.object(trainer.passes, "train", reordered):
-        yield
+    return patch.object(trainer.passes, "train", reordered)
 
 
 @plants("pp-gradient-dropped")
-def _gradient_dropped(trainer: Trainer) -> Iterator[None]:
+def _gradient_dropped(trainer: Trainer) -> Plant:
     backward = Passing._backward
 
     def dropping(passing: Passing, part: Action, gradient: Tensor | None) -> Tensor | None:
         input_gradient = backward(passing, part, gradient)
         return torch.zeros_like(input_gradient) if input_gradient is not None and part.micro_batch == 0 else input_gradient
 
-    with patch.object(Passing, "_backward", dropping):
-        yield
+    return patch.object(Passing, "_backward", dropping)
 
 
 @plants("pp-documents")
-def _documents(trainer: Trainer) -> Iterator[None]:
+def _documents(trainer: Trainer) -> Plant:
     forward = trainer.passes.forward
 
     def blind(batch: Any, *, stage: int = 0, received: Tensor | None = None) -> Tensor:
         masked = batch if stage == 0 else replace(batch, document_ids=torch.zeros_like(batch.document_ids))
         return forward(masked, stage=stage, received=received)
 
-    with patch.object(trainer.passes, "forward", blind):
-        yield
+    return patch.object(trainer.passes, "forward", blind)
 
 
 @plants("pp-tied")
-def _tied(trainer: Trainer) -> Iterator[None]:
-    with patch.object(Share, "_sum_tied", lambda share: None):
-        yield
+def _tied(trainer: Trainer) -> Plant:
+    return patch.object(Share, "_sum_tied", lambda share: None)
+
+
+def _twice(method: str) -> Plant:
+    """Context in which a share sums twice."""
+    once = getattr(Share, method)
+
+    def twice(share: Share) -> None:
+        once(share)
+        once(share)
+
+    return patch.object(Share, method, twice)
 
 
 @plants("pp-tied-twice")
-def _tied_twice(trainer: Trainer) -> Iterator[None]:
-    sum_tied = Share._sum_tied
-
-    def twice(share: Share) -> None:
-        sum_tied(share)
-        sum_tied(share)
-
-    with patch.object(Share, "_sum_tied", twice):
-        yield
+def _tied_twice(trainer: Trainer) -> Plant:
+    return _twice("_sum_tied")
 
 
 @plants("pp-tied-updated-twice")
-def _tied_updated_twice(trainer: Trainer) -> Iterator[None]:
+def _tied_updated_twice(trainer: Trainer) -> Plant:
     update = trainer.update
 
     def twice(norm: float) -> float:
@@ -87,41 +86,31 @@ def _tied_updated_twice(trainer: Trainer) -> Iterator[None]:
                 local(parameter).add_(local(parameter) - old)
         return rate
 
-    with patch.object(trainer, "update", twice):
-        yield
+    return patch.object(trainer, "update", twice)
 
 
 @plants("pp-weights-dropped")
-def _weights_dropped(trainer: Trainer) -> Iterator[None]:
+def _weights_dropped(trainer: Trainer) -> Plant:
     make = pipeline_passes.make_gradients
 
     def forgetful(waiting: Waiting) -> None:
         make(waiting[:-1])
 
-    with patch.object(pipeline_passes, "make_gradients", forgetful):
-        yield
+    return patch.object(pipeline_passes, "make_gradients", forgetful)
 
 
 @plants("pp-mirror")
-def _mirror(trainer: Trainer) -> Iterator[None]:
-    with patch.object(Share, "_sum_mirrors", lambda share: None):
-        yield
+def _mirror(trainer: Trainer) -> Plant:
+    return patch.object(Share, "_sum_mirrors", lambda share: None)
 
 
 @plants("pp-mirror-twice")
-def _mirror_twice(trainer: Trainer) -> Iterator[None]:
-    sum_mirrors = Share._sum_mirrors
-
-    def twice(share: Share) -> None:
-        sum_mirrors(share)
-        sum_mirrors(share)
-
-    with patch.object(Share, "_sum_mirrors", twice):
-        yield
+def _mirror_twice(trainer: Trainer) -> Plant:
+    return _twice("_sum_mirrors")
 
 
 @plants("pp-mirror-drifts")
-def _mirror_drifts(trainer: Trainer) -> Iterator[None]:
+def _mirror_drifts(trainer: Trainer) -> Plant:
     sum_mirrors = Share._sum_mirrors
 
     def leave_mirrors_apart(share: Share) -> None:
@@ -133,11 +122,9 @@ def _mirror_drifts(trainer: Trainer) -> Iterator[None]:
             if share.mirror < share.mesh.coordinates.pp and shard.parameter.grad is not None:
                 local(shard.parameter.grad).copy_(torch.zeros(()) if gradient is None else gradient)
 
-    with patch.object(Share, "_sum_mirrors", leave_mirrors_apart):
-        yield
+    return patch.object(Share, "_sum_mirrors", leave_mirrors_apart)
 
 
 @plants("norm-of-mirrors")
-def _norm_of_mirrors(trainer: Trainer) -> Iterator[None]:
-    with patch.object(Share, "_counts", lambda share, shard: not shard.is_second and not shard.weight_shard.tp_copy):
-        yield
+def _norm_of_mirrors(trainer: Trainer) -> Plant:
+    return patch.object(Share, "_counts", lambda share, shard: not shard.is_second and not shard.weight_shard.tp_copy)

@@ -3,44 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
-from ultrascale.check.faults.plants import plants
+from ultrascale.check.faults.plants import Plant, plants
 from ultrascale.description.progress import StepSpan
 from ultrascale.parallel.share import TIED, LocalParameter, Share, local
 from ultrascale.train.trainer import Trainer
 
 
 @plants("mean-of-means")
-def _mean_of_means(trainer: Trainer) -> Iterator[None]:
+def _mean_of_means(trainer: Trainer) -> Plant:
     agree, ranks = trainer.agree_on_targets, trainer.run.layout.dp * trainer.run.layout.cp
 
     def local_target_count(micro_batches: Any) -> int:
         agree(micro_batches)
         return sum(batch.num_targets for batch in micro_batches) * ranks
 
-    with patch.object(trainer, "agree_on_targets", local_target_count):
-        yield
+    return patch.object(trainer, "agree_on_targets", local_target_count)
 
 
 @plants("shifted-batch")
-def _shifted_batch(trainer: Trainer) -> Iterator[None]:
+def _shifted_batch(trainer: Trainer) -> Plant:
     read = trainer.read_micro_batches
 
     def shifted(span: StepSpan) -> Any:
         shift = trainer.run.layout.micro_batch_size if trainer.share.mesh.coordinates.dp == 1 else 0
         return read(StepSpan(span.first_sequence + shift, span.num_sequences))
 
-    with patch.object(trainer, "read_micro_batches", shifted):
-        yield
+    return patch.object(trainer, "read_micro_batches", shifted)
 
 
 @plants("counted-twice")
-def _counted_twice(trainer: Trainer) -> Iterator[None]:
+def _counted_twice(trainer: Trainer) -> Plant:
     train = trainer.passes.train
 
     def doubled(*arguments: Any) -> list[Tensor]:
@@ -50,12 +49,11 @@ def _counted_twice(trainer: Trainer) -> Iterator[None]:
                 local(shard.parameter.grad).mul_(2)
         return losses
 
-    with patch.object(trainer.passes, "train", doubled):
-        yield
+    return patch.object(trainer.passes, "train", doubled)
 
 
 @plants("local-clip")
-def _local_clip(trainer: Trainer) -> Iterator[None]:
+def _local_clip(trainer: Trainer) -> Plant:
     update = trainer.update
 
     def clipped(norm: float) -> float:
@@ -64,58 +62,52 @@ def _local_clip(trainer: Trainer) -> Iterator[None]:
         ]
         return update(float(torch.stack([gradient.norm() for gradient in local_gradients]).norm()))
 
-    with patch.object(trainer, "update", clipped):
-        yield
+    return patch.object(trainer, "update", clipped)
 
 
-def _counting(trainer: Trainer, counts: Callable[[Share, LocalParameter], bool]) -> Any:
+def _counting(counts: Callable[[Share, LocalParameter], bool]) -> Plant:
     return patch.object(Share, "_counts", counts)
 
 
 @plants("norm-overcount")
-def _norm_overcount(trainer: Trainer) -> Iterator[None]:
-    with _counting(trainer, lambda share, shard: not shard.is_second):
-        yield
+def _norm_overcount(trainer: Trainer) -> Plant:
+    return _counting(lambda share, shard: not shard.is_second)
 
 
 @plants("norm-of-replicas")
-def _norm_of_replicas(trainer: Trainer) -> Iterator[None]:
-    with _counting(trainer, lambda share, shard: not shard.is_second and not shard.weight_shard.tp_copy):
-        yield
+def _norm_of_replicas(trainer: Trainer) -> Plant:
+    return _counting(lambda share, shard: not shard.is_second and not shard.weight_shard.tp_copy)
 
 
 @plants("tied-norm-twice")
-def _tied_norm_twice(trainer: Trainer) -> Iterator[None]:
+def _tied_norm_twice(trainer: Trainer) -> Plant:
     counts = Share._counts
-    with _counting(trainer, lambda share, shard: counts(share, shard._replace(is_second=False))):
-        yield
+    return _counting(lambda share, shard: counts(share, shard._replace(is_second=False)))
 
 
 @plants("norm-without-experts")
-def _norm_without_experts(trainer: Trainer) -> Iterator[None]:
+def _norm_without_experts(trainer: Trainer) -> Plant:
     counts = Share._counts
-    with _counting(trainer, lambda share, shard: counts(share, shard) and not shard.weight.is_expert):
-        yield
+    return _counting(lambda share, shard: counts(share, shard) and not shard.weight.is_expert)
 
 
 @plants("norm-without-sinks")
-def _norm_without_sinks(trainer: Trainer) -> Iterator[None]:
+def _norm_without_sinks(trainer: Trainer) -> Plant:
     counts = Share._counts
-    with _counting(trainer, lambda share, shard: counts(share, shard) and not shard.name.endswith("sinks")):
-        yield
+    return _counting(lambda share, shard: counts(share, shard) and not shard.name.endswith("sinks"))
 
 
 @plants("initial-weights")
-def _initial_weights(trainer: Trainer) -> Iterator[None]:
+def _initial_weights(trainer: Trainer) -> Plant:
     shard = next(shard for shard in trainer.share.local_parameters if shard.name.endswith("_proj.weight"))
     if trainer.ranks.rank == trainer.ranks.world - 1:
         with torch.no_grad():
             local(shard.parameter).copy_(local(shard.parameter).flip(0))
-    yield
+    return nullcontext()
 
 
 @plants("stale-copy")
-def _stale_copy(trainer: Trainer) -> Iterator[None]:
+def _stale_copy(trainer: Trainer) -> Plant:
     compute, previous = trainer.compute_gradients, [_values(trainer)]
 
     def stale() -> Any:
@@ -126,12 +118,11 @@ def _stale_copy(trainer: Trainer) -> Iterator[None]:
         previous.append(current)
         return result
 
-    with patch.object(trainer, "compute_gradients", stale):
-        yield
+    return patch.object(trainer, "compute_gradients", stale)
 
 
 @plants("drifting-replica")
-def _drifting_replica(trainer: Trainer) -> Iterator[None]:
+def _drifting_replica(trainer: Trainer) -> Plant:
     update = trainer.update
 
     def rounded(norm: float) -> float:
@@ -141,11 +132,11 @@ def _drifting_replica(trainer: Trainer) -> Iterator[None]:
                 local(trainer.share.local_parameters[-1].parameter).mul_(1 + 1e-14)
         return rate
 
-    with patch.object(trainer, "update", rounded):
-        yield
+    return patch.object(trainer, "update", rounded)
 
 
 @plants("decayed-norms")
+@contextmanager
 def _decayed_norms(trainer: Trainer) -> Iterator[None]:
     groups = trainer.optimizer.param_groups
     before = [group["weight_decay"] for group in groups]
@@ -157,7 +148,7 @@ def _decayed_norms(trainer: Trainer) -> Iterator[None]:
 
 
 @plants("step-forgotten")
-def _step_forgotten(trainer: Trainer) -> Iterator[None]:
+def _step_forgotten(trainer: Trainer) -> Plant:
     update = trainer.update
 
     def forgetful(norm: float) -> float:
@@ -165,8 +156,7 @@ def _step_forgotten(trainer: Trainer) -> Iterator[None]:
             state["step"].zero_()
         return update(norm)
 
-    with patch.object(trainer, "update", forgetful):
-        yield
+    return patch.object(trainer, "update", forgetful)
 
 
 def _values(trainer: Trainer) -> list[Tensor]:

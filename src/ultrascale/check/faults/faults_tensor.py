@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -11,27 +12,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ultrascale.check.faults.plants import plants
-from ultrascale.parallel.share import Share
+from ultrascale.check.faults.plants import Plant, plants
+from ultrascale.parallel.share import LocalParameter, Share
 from ultrascale.parallel.tensor import tensor_loss, tensor_ops
 from ultrascale.train.trainer import Trainer
 from ultrascale.work.sharding.places import even_part
 
 
-def _seams(trainer: Trainer, seam: str) -> list[tuple[Any, Any]]:
-    """Every module with a seam, and the function that fills it."""
-    modules = [module for stage in trainer.share.stages.values() for module in stage.modules()]
-    return [(module, getattr(module, seam)) for module in modules if seam in vars(module)]
-
-
-def _refilled(trainer: Trainer, seam: str, other: Callable[[Any], Any]) -> Iterator[None]:
-    """Context in which `other(current function)` fills every such seam."""
-    filled = _seams(trainer, seam)
-    for module, function in filled:
-        setattr(module, seam, other(function))
-    yield
-    for module, function in filled:
-        setattr(module, seam, function)
+@contextmanager
+def _refilled(trainer: Trainer, other: Callable[[Any], Any]) -> Iterator[None]:
+    """Context in which `other(current function)` fills every seam for row-parallel products."""
+    modules = [module for stage in trainer.share.stages.values() for module in stage.modules() if "row_linear" in vars(module)]
+    with ExitStack() as stack:
+        for module in modules:
+            stack.enter_context(patch.object(module, "row_linear", other(module.row_linear)))
+        yield
 
 
 def _local_slice(whole: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
@@ -41,7 +36,7 @@ def _local_slice(whole: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor
 
 
 @plants("tp-sum-missing")
-def _sum_missing(trainer: Trainer) -> Iterator[None]:
+def _sum_missing(trainer: Trainer) -> Plant:
     class Alone(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, out: Tensor, local_out: Tensor) -> Tensor:
@@ -61,11 +56,11 @@ def _sum_missing(trainer: Trainer) -> Iterator[None]:
 
         return call
 
-    yield from _refilled(trainer, "row_linear", alone)
+    return _refilled(trainer, alone)
 
 
 @plants("tp-input-gradient")
-def _input_gradient(trainer: Trainer) -> Iterator[None]:
+def _input_gradient(trainer: Trainer) -> Plant:
     backward = tensor_ops._ColumnLinear.backward
 
     def alone(ctx: Any, *grads: Tensor) -> Any:
@@ -74,12 +69,11 @@ def _input_gradient(trainer: Trainer) -> Iterator[None]:
         of_input = _local_slice(whole, ctx.tp.group)() if ctx.length else whole
         return nothing, count, of_input, *others
 
-    with patch.object(tensor_ops._ColumnLinear, "backward", staticmethod(alone)):
-        yield
+    return patch.object(tensor_ops._ColumnLinear, "backward", staticmethod(alone))
 
 
 @plants("tp-input-gradient-twice")
-def _input_gradient_twice(trainer: Trainer) -> Iterator[None]:
+def _input_gradient_twice(trainer: Trainer) -> Plant:
     backward, ranks = tensor_ops._ColumnLinear.backward, trainer.run.layout.tp
 
     def doubled(ctx: Any, *grads: Tensor) -> Any:
@@ -87,12 +81,11 @@ def _input_gradient_twice(trainer: Trainer) -> Iterator[None]:
         assert of_input is not None
         return nothing, count, of_input * ranks, *others
 
-    with patch.object(tensor_ops._ColumnLinear, "backward", staticmethod(doubled)):
-        yield
+    return patch.object(tensor_ops._ColumnLinear, "backward", staticmethod(doubled))
 
 
 @plants("tp-bias-everywhere")
-def _bias_everywhere(trainer: Trainer) -> Iterator[None]:
+def _bias_everywhere(trainer: Trainer) -> Plant:
     def heavy(row_linear: Callable[..., Tensor]) -> Callable[..., Tensor]:
         extra = trainer.run.layout.tp - 1
 
@@ -106,76 +99,72 @@ def _bias_everywhere(trainer: Trainer) -> Iterator[None]:
         for shard in trainer.share.local_parameters:
             if shard.name.endswith(("down_proj.bias", "o_proj.bias")):
                 shard.parameter.add_(0.01)
-    yield from _refilled(trainer, "row_linear", heavy)
+    return _refilled(trainer, heavy)
 
 
 @plants("tp-vocabulary-offset")
-def _vocabulary_offset(trainer: Trainer) -> Iterator[None]:
+def _vocabulary_offset(trainer: Trainer) -> Plant:
     def shifted(length: int, parts: int, part: int) -> tuple[int, int]:
         first, size = even_part(length, parts, part)
         return first + min(part, 1), size
 
-    with patch.object(tensor_loss, "even_part", shifted):
-        yield
+    return patch.object(tensor_loss, "even_part", shifted)
 
 
 @plants("tp-normaliser")
-def _normaliser(trainer: Trainer) -> Iterator[None]:
+def _normaliser(trainer: Trainer) -> Plant:
     join, extra = tensor_loss._join, torch.tensor(float(trainer.run.layout.tp)).log().double()
 
     def high(ranks: Tensor) -> tuple[Tensor, Tensor]:
         normalizer, losses = join(ranks)
         return normalizer + extra, losses + extra
 
-    with patch.object(tensor_loss, "_join", high):
-        yield
+    return patch.object(tensor_loss, "_join", high)
 
 
 @plants("tp-copies")
-def _copies(trainer: Trainer) -> Iterator[None]:
-    with patch.object(Share, "_sum_copies", lambda share: None):
-        yield
+def _copies(trainer: Trainer) -> Plant:
+    return patch.object(Share, "_sum_copies", lambda share: None)
+
+
+def _weight_shards(share: Share, is_partial: Callable[[LocalParameter], bool]) -> Plant:
+    """Context in which `is_partial` says of which parameters a rank has only a partial gradient."""
+    shards = [
+        shard._replace(weight_shard=shard.weight_shard._replace(is_partial=is_partial(shard)))
+        for shard in share.local_parameters
+    ]
+    return patch.object(share, "local_parameters", shards)
 
 
 @plants("tp-copies-twice")
+@contextmanager
 def _copies_twice(trainer: Trainer) -> Iterator[None]:
-    shards, mesh, tp = trainer.share.local_parameters, trainer.share.mesh, trainer.run.layout.tp
+    share, mesh, tp = trainer.share, trainer.share.mesh, trainer.run.layout.tp
     known, whole = mesh.neighbours, mesh.group("tp")  # a right run has no group of copies here
-    trainer.share.local_parameters = [
-        shard._replace(weight_shard=shard.weight_shard._replace(is_partial=shard.weight_shard.num_tp_copies > 1))
-        for shard in shards
-    ]
-    with patch.object(mesh, "neighbours", lambda count: whole if count == tp else known(count)):
+    with (
+        _weight_shards(share, lambda shard: shard.weight_shard.num_tp_copies > 1),
+        patch.object(mesh, "neighbours", lambda count: whole if count == tp else known(count)),
+    ):
         yield
-    trainer.share.local_parameters = shards
 
 
 @plants("tp-key-heads")
-def _key_heads(trainer: Trainer) -> Iterator[None]:
-    shards, heads = trainer.share.local_parameters, ("k_proj.weight", "v_proj.weight")
-    trainer.share.local_parameters = [
-        shard._replace(
-            weight_shard=shard.weight_shard._replace(
-                is_partial=shard.weight_shard.is_partial and not shard.name.endswith(heads)
-            )
-        )
-        for shard in shards
-    ]
-    yield
-    trainer.share.local_parameters = shards
+def _key_heads(trainer: Trainer) -> Plant:
+    heads = ("k_proj.weight", "v_proj.weight")
+    return _weight_shards(trainer.share, lambda shard: shard.weight_shard.is_partial and not shard.name.endswith(heads))
 
 
 @plants("tp-shared-key")
-def _shared_key(trainer: Trainer) -> Iterator[None]:
+def _shared_key(trainer: Trainer) -> Plant:
     def alone(ctx: Any, *grads: Tensor) -> Any:
         group = tensor_ops.group_named(ctx.group)
         return None, None, _local_slice(grads[0], group)() if ctx.length else grads[0]
 
-    with patch.object(tensor_ops._GatherSequence, "backward", staticmethod(alone)):
-        yield
+    return patch.object(tensor_ops._GatherSequence, "backward", staticmethod(alone))
 
 
 @plants("tp-positions")
+@contextmanager
 def _positions(trainer: Trainer) -> Iterator[None]:
     group = trainer.share.mesh.group("tp")
     assert group is not None
@@ -183,9 +172,7 @@ def _positions(trainer: Trainer) -> Iterator[None]:
     def of_next(group: dist.ProcessGroup, hidden: Tensor) -> Tensor:
         return _local_slice(hidden.roll(1, dims=1), group)()
 
-    stages = [(stage, stage.sequence_shard) for stage in trainer.share.stages.values()]
-    for stage, _ in stages:
-        stage.sequence_shard = partial(of_next, group)
-    yield
-    for stage, share in stages:
-        stage.sequence_shard = share
+    with ExitStack() as stack:
+        for stage in trainer.share.stages.values():
+            stack.enter_context(patch.object(stage, "sequence_shard", partial(of_next, group)))
+        yield

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
 
 from ultrascale.check.faults.table import FAULTS
 from ultrascale.train.trainer import Trainer
 
-PLANTS: dict[str, Callable[[Trainer], AbstractContextManager[None]]] = {}
+Plant = AbstractContextManager[Any]
+"""Context in which a trainer has a fault."""
+
+PLANTS: dict[str, Callable[[Trainer], Plant]] = {}
 """Filled by the modules of faults on import."""
 
 
-def plants(name: str) -> Callable[[Callable[[Trainer], Iterator[None]]], Callable[[Trainer], Iterator[None]]]:
-    """Register a generator that plants the fault `name` into a trainer before its `yield` and removes it after."""
+def plants(name: str) -> Callable[[Callable[[Trainer], Plant]], Callable[[Trainer], Plant]]:
+    """Register a function that plants the fault `name` into a trainer."""
     assert name in FAULTS and name not in PLANTS, name
 
-    def register(plant: Callable[[Trainer], Iterator[None]]) -> Callable[[Trainer], Iterator[None]]:
-        PLANTS[name] = contextmanager(plant)
+    def register(plant: Callable[[Trainer], Plant]) -> Callable[[Trainer], Plant]:
+        PLANTS[name] = plant
         return plant
 
     return register

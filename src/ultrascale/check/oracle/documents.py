@@ -13,6 +13,7 @@ Every second token is the first or the last id of a rank's part of the vocabular
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -25,12 +26,18 @@ PARTS = (2, 3, 4, 8)
 """Parts of the vocabulary whose edges are drawn whatever the layout, so that layouts share what the reference computes."""
 
 
+@dataclass
 class RandomDocuments:
     """Stands in for `data.loader.Loader`: sequence n is a pure function of (seed, n)."""
 
-    def __init__(self, *, sequence_length: int, vocab_size: int, seed: int, document_mask: bool = True, vocab_parts: int = 1):
-        self.sequence_length, self.vocab_size, self.seed, self.document_mask = sequence_length, vocab_size, seed, document_mask
-        self.edges = vocabulary_edges(vocab_size, dict.fromkeys((*PARTS, vocab_parts)))
+    sequence_length: int
+    vocab_size: int
+    seed: int
+    document_mask: bool = True
+    vocab_parts: int = 1
+
+    def __post_init__(self) -> None:
+        self.edges = vocabulary_edges(self.vocab_size, dict.fromkeys((*PARTS, self.vocab_parts)))
 
     def read(self, numbers: Iterable[int]) -> Sequences:
         """The sequences with these global numbers, each array [N, S] int64."""

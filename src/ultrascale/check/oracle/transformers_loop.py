@@ -105,8 +105,12 @@ class TransformersLoop:
             self.model = transformers.AutoModelForCausalLM.from_pretrained(exported, **options).eval()
             _widen_parameters(self.model, Path(exported))
         settings, named = self.run.optimizer, dict(self.model.named_parameters())
+        decayed = {n for n, p in named.items() if p.ndim >= 2 and not n.endswith("bias")}  # experts' biases lie in one matrix
         groups = [
-            {"params": [p for n, p in named.items() if _decays(n, p) == decays], "weight_decay": settings.weight_decay * decays}
+            {
+                "params": [p for n, p in named.items() if (n in decayed) == decays],
+                "weight_decay": settings.weight_decay * decays,
+            }
             for decays in (True, False)
         ]
         betas = (settings.beta1, settings.beta2)
@@ -166,10 +170,6 @@ def _widen_parameters(model: torch.nn.Module, folder: Path) -> None:
         with safe_open(file, "pt") as stored:
             for name in narrow.keys() & set(stored.keys()):
                 narrow[name].data = stored.get_tensor(name)
-
-
-def _decays(name: str, parameter: Tensor) -> bool:
-    return parameter.ndim >= 2 and not name.endswith("bias")  # biases of experts lie in one matrix
 
 
 class _Widened(TorchFunctionMode):

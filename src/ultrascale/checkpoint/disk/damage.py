@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from ultrascale.checkpoint.disk.files import read_manifest, verify_shard
-from ultrascale.checkpoint.disk.folders import Candidate, candidates, step_folder
+from ultrascale.checkpoint.disk.folders import candidates, step_folder
 from ultrascale.checkpoint.errors import CheckpointError
 from ultrascale.checkpoint.manifest import Manifest, Shard
 
@@ -19,7 +19,7 @@ VERIFY_THREADS = 4
 def expected_manifest(folder: Path) -> Manifest:
     """The manifest, if it matches the folder's step and lists every shard that is there. Raises CheckpointError."""
     manifest = read_manifest(folder)
-    named = [candidate for candidate in _as_candidate(folder) if candidate.step != manifest.step]
+    named = [c for c in candidates(folder.parent) if c.path.name == folder.name and c.step != manifest.step]
     if named:
         problem = f"holds step {manifest.step}, expected step {named[0].step}"
         raise CheckpointError(
@@ -47,7 +47,3 @@ def verify_shards(folder: Path, shards: Iterable[tuple[str, Shard]], save_id: st
         problems = [text for text in pool.map(damage, shards) if text is not None]
     if problems:
         raise CheckpointError("\n".join(problems))
-
-
-def _as_candidate(folder: Path) -> list[Candidate]:
-    return [candidate for candidate in candidates(folder.parent) if candidate.path.name == folder.name]

@@ -107,15 +107,6 @@ def _created(path: Path) -> Iterator[int]:
         os.close(fd)
 
 
-def sync_folder(folder: Path) -> None:
-    """Make the folder's list of names durable."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
 @contextmanager
 def opened(folder: Path, file: str) -> Iterator[int]:
     """A descriptor of the regular file `folder/file`. Raises CheckpointError for links, other file types and errors."""

@@ -17,10 +17,11 @@ import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
-from ultrascale.checkpoint.disk.files import is_understood, read_manifest, sync_folder, write_file
+from ultrascale.checkpoint.disk.files import is_understood, read_manifest, write_file
 from ultrascale.checkpoint.disk.patience import rename
 from ultrascale.checkpoint.errors import CheckpointError, UnknownVersionError
 from ultrascale.failpoints import failpoint
+from ultrascale.output_file import make_durable
 
 _CHECKPOINT = re.compile(r"step-(\d{8,18})|\.step-(\d{8,18})\.old-[0-9a-f]{8}")
 _LEFTOVER = re.compile(r"\.step-\d{8,18}\.(tmp|del)-[0-9a-f]{8}|\.write-test-[0-9a-f]{32}")
@@ -57,14 +58,14 @@ def candidates(root: Path) -> list[Candidate]:
 
 def publish(temporary: Path, final: Path) -> None:
     """Rename the finished folder `temporary` to `final`, replacing an existing one. Raises OSError."""
-    sync_folder(temporary)
+    make_durable(temporary)
     failpoint("publish.before")
     if os.path.lexists(final):
         rename(final, final.parent / f".{final.name}.old-{uuid.uuid4().hex[:8]}")
         failpoint("publish.aside")
     rename(temporary, final)
     failpoint("publish.renamed")
-    sync_folder(final.parent)
+    make_durable(final.parent)
     failpoint("publish.synced")
     for aside in candidates(final.parent):
         if aside.path.name.startswith(f".{final.name}.old-"):
@@ -111,7 +112,7 @@ def make_folder(folder: Path) -> None:
     missing = missing[: next((depth for depth, path in enumerate(missing) if path.is_dir()), 0)]
     folder.mkdir(parents=True, exist_ok=True)
     for path in reversed(missing):
-        sync_folder(path.parent)
+        make_durable(path.parent)
 
 
 def check_writable(root: Path) -> None:
@@ -125,9 +126,9 @@ def check_writable(root: Path) -> None:
         probe.mkdir()
         write_file(probe / "before", b"ultrascale" * 400)
         os.rename(probe / "before", probe / "after")
-        sync_folder(probe)
+        make_durable(probe)
         _remove(probe)
-        sync_folder(root)
+        make_durable(root)
     except OSError as error:
         shutil.rmtree(probe, ignore_errors=True)
         reason = error.strerror if error.filename is None else f"{error.strerror}: {error.filename}"  # a full disk has no name

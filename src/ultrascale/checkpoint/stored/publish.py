@@ -125,7 +125,7 @@ def prune_stored(store: Store, step: int, *, keep: int, keep_every_steps: int | 
     return [name_of(stored.step) for stored in doomed]
 
 
-def collect_leftovers(store: Store, *, busy: Collection[str] = ()) -> int:
+def collect_leftovers(store: Store, *, busy: Collection[str]) -> int:
     """Remove parts of saves that were never published, or were replaced. Returns the number of objects. `busy`: saves to keep.
 
     Only for the one job that owns the run, after it has published: another job's upload in progress looks the same.

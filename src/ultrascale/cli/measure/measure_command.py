@@ -130,9 +130,10 @@ def parse_steps(text: str) -> tuple[int, int]:
 def _profile(run: Run, first: int, last: int, folder: Path) -> int:
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else torch prints every start and stop on stderr; read when it is loaded
     if "WORLD_SIZE" in os.environ or run.layout.world_size == 1:
-        from ultrascale.train.worker import profile_or_explain
+        from ultrascale.train.observers.profile import profile_run
+        from ultrascale.train.worker import run_or_explain
 
-        return profile_or_explain(run, first, last, folder)
+        return run_or_explain(lambda: profile_run(run, first, last, folder))
     folder.mkdir(parents=True, exist_ok=True)
     described = to_toml(run)
     (folder / "run.toml").write_text(described)

@@ -74,9 +74,10 @@ def command(arguments: list[str]) -> int:
 
 def _measured(run: Run, steps: int, warm: int, file: Path) -> int:
     if "WORLD_SIZE" in os.environ or run.layout.world_size == 1:
-        from ultrascale.train.worker import speed_or_explain
+        from ultrascale.train.speed import measure_speed
+        from ultrascale.train.worker import run_or_explain
 
-        return speed_or_explain(run, warm, steps, file)
+        return run_or_explain(lambda: measure_speed(run, steps, file, warm=warm))
     arguments = ("--speed", str(file.absolute()), "--speed-steps", str(warm), str(steps))
     return launched_once(to_toml(run), run.layout.world_size, arguments)
 
@@ -97,7 +98,7 @@ def launched_once(
 def _show(document: dict, file: Path) -> None:
     from ultrascale.train.speed import Speed
 
-    for name, text in (*lines(Speed.from_json(document)), ("file", str(file))):
+    for name, text in (*lines(Speed(**document)), ("file", str(file))):
         print(f"{name:<10}{text}")
 
 

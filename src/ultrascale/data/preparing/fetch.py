@@ -47,7 +47,7 @@ def fetched_inputs(
     *,
     glob: str,
     exclude: tuple[str, ...],
-    report: Callable[[int, int], None] = lambda done_bytes, total_bytes: None,
+    report: Callable[[int, int], None],
 ) -> Iterator[tuple[list[Path], dict[Path, str]]]:
     """The inputs as local paths, and the URLs of those from a store. `report`: called with downloaded and total bytes.
 

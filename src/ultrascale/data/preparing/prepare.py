@@ -19,13 +19,13 @@ from pathlib import Path
 from tempfile import gettempdir
 from typing import Any
 
+from ultrascale.catalogue.machines import usable_cores
 from ultrascale.config.rules.early import UNFINISHED
 from ultrascale.data.files import (
     PARTIAL,
     DataCommandError,
     DataError,
     SeveralDataErrors,
-    make_names_durable,
     read_json,
     write_json,
     write_whole,
@@ -35,13 +35,14 @@ from ultrascale.data.indexed import best_dtype
 from ultrascale.data.manifest import NAME, Manifest, ShardRecord, TokenizerFacts, load_manifest, save_manifest
 from ultrascale.data.preparing.fetch import fetched_inputs, locked
 from ultrascale.data.preparing.shards import OnBad, ShardTask, is_held_out, make_shard, record_path
-from ultrascale.data.preparing.workers import available_cores, run_tasks
+from ultrascale.data.preparing.workers import run_tasks
 from ultrascale.data.reading.documents import Document, PartReader
 from ultrascale.data.reading.inputs import InputFile, Part, cut_shards, find_files
 from ultrascale.data.tokenizer import tokenizer_facts, train_tokenizer, vocabulary_problem
 from ultrascale.description.units import count_of
 from ultrascale.failpoints import failpoint
 from ultrascale.models.files.tokenizer_files import copy_beside
+from ultrascale.output_file import make_durable
 from ultrascale.storage import url_of
 from ultrascale.storage.location import obstacle
 
@@ -159,7 +160,7 @@ def _prepare(
             notify(Progress(sum(a for a, _ in done), total, sum(b for _, b in done), "shards"))
 
         try:
-            records = run_tasks(tasks, make_shard, workers=workers or available_cores(), report=report)
+            records = run_tasks(tasks, make_shard, workers=workers or usable_cores(), report=report)
         finally:
             for each in folders:
                 _remove(each.glob(f"*{PARTIAL}"))
@@ -244,7 +245,7 @@ def _settle(
 ) -> tuple[TokenizerFacts, dict[str, Any]]:
     """The tokenizer and the request, from an earlier run of the same request if there was one. A folder without a finished
     shard is begun anew by another request."""
-    before, now = _earlier_request(folder), _request(files, recipe)
+    before, now = _earlier_request(folder), recipe.facts() | {"inputs": [file.facts() for file in files]}
     path = folder / TOKENIZER
     if before is not None:
         try:
@@ -276,10 +277,6 @@ def _settle(
     write_json(folder / UNFINISHED, request)
     failpoint("prepare.requested")
     return facts, request
-
-
-def _request(files: list[InputFile], recipe: Recipe) -> dict[str, Any]:
-    return {**recipe.facts(), "inputs": [file.facts() for file in files]}
 
 
 def _earlier_request(folder: Path) -> dict[str, Any] | None:
@@ -350,7 +347,9 @@ def _first_piece(document: Document) -> str:
 
 
 def _tasks(shards: list[tuple[Part, ...]], folders: tuple[Path, ...], recipe: Recipe, facts: TokenizerFacts) -> list[ShardTask]:
-    known = [_known_records(folder) for folder in folders]
+    known = [
+        {shard.name: shard for shard in load_manifest(folder).shards} if (folder / NAME).exists() else {} for folder in folders
+    ]
     names = [f"shard-{number:05d}" for number in range(len(shards))]
     return [
         ShardTask(
@@ -359,10 +358,6 @@ def _tasks(shards: list[tuple[Part, ...]], folders: tuple[Path, ...], recipe: Re
         )
         for name, parts in zip(names, shards, strict=True)
     ]  # fmt: skip
-
-
-def _known_records(folder: Path) -> dict[str, ShardRecord]:
-    return {shard.name: shard for shard in load_manifest(folder).shards} if (folder / NAME).exists() else {}
 
 
 def _conclude(
@@ -381,7 +376,7 @@ def _conclude(
             with writing(folder):
                 copy_beside(folders[0] / TOKENIZER, folder)
         with writing(folder):
-            make_names_durable(folder)
+            make_durable(folder)
         failpoint("prepare.durable")
         save_manifest(manifest, folder)
         failpoint("prepare.manifest")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,17 +19,12 @@ from typing import Any, TypeVar
 
 from ultrascale.data.files import DataError
 from ultrascale.heap import map_large_blocks
-from ultrascale.main_module import hidden_main
+from ultrascale.main_module import end_with_parent, hidden_main
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
 Work = Callable[[Task, Callable[[int, int], None]], Result]
 _REPORT_SECONDS = 0.1
-
-
-def available_cores() -> int:
-    """Cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def run_tasks(
@@ -130,18 +124,6 @@ def _serve(connection: Connection, work: Work[Any, Any], threads: int) -> None:
             connection.send(("done", place, work(task, report)))
         except Exception as error:
             connection.send(("error", place, error))
-
-
-def end_with_parent() -> None:
-    """End this multiprocessing child process once its parent is gone."""
-    threading.Thread(target=_leave_after_parent, daemon=True).start()
-
-
-def _leave_after_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
 
 
 def _thread_variables(threads: int) -> dict[str, str]:

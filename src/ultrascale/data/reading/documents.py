@@ -16,6 +16,7 @@ import shlex
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -44,6 +45,7 @@ _BOM = codecs.BOM_UTF8
 _ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"
 
 
+@dataclass
 class PartReader:
     """The documents of one part.
 
@@ -51,10 +53,12 @@ class PartReader:
     `spool`: a folder with space for one long line.
     """
 
-    def __init__(self, part: Part, *, field: str, spool: Path, line_numbers: bool = False):
-        self.part, self.field, self.spool, self.line_numbers = part, field, spool, line_numbers
-        self.consumed_bytes = 0
-        """Progress, in units of `part.weight_bytes`."""
+    part: Part
+    field: str
+    spool: Path
+    line_numbers: bool = False
+    consumed_bytes: int = 0
+    """Progress, in units of `part.weight_bytes`."""
 
     def __iter__(self) -> Iterator[Document | DataError]:
         read = {"text": self._text, "jsonl": self._jsonl, "parquet": self._parquet, "csv": self._csv, "arrow": self._arrow,

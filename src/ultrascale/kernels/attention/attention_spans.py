@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ultrascale.kernels.attention.attention_with_lse import attend, attend_backward, hidden_score
+from ultrascale.kernels.attention.attention_with_lse import attend, attend_backward, hidden_score, one_width
 from ultrascale.kernels.attention.flash_packages import flash_backward, flash_forward
 from ultrascale.kernels.choice.device_kind import is_cuda
-from ultrascale.work.ops import HEAD_DIM_MULTIPLE
+from ultrascale.kernels.choice.wide import wide_dtype
 
 ENDS_MULTIPLE = 64
 """Multiple to which the number of documents of a micro-batch is padded, with empty ones."""
@@ -84,7 +84,7 @@ def attend_spans(query: Tensor, key: Tensor, value: Tensor, spans: Spans, *, sca
     if not _runs_flash(query):
         return _attend_by_document(query, key, value, ends, spans.window, scale)
     length = query.shape[1]
-    query, key, value = _one_width(query, key, value)
+    query, key, value = one_width(query, key, value)
     out, lse, *_ = _aten._flash_attention_forward(
         *(tensor.flatten(0, 1) for tensor in (query, key, value)), ends, ends, length, length, 0.0, True, False, scale=scale,
         **_sides(spans.window),
@@ -103,7 +103,7 @@ def attend_spans_backward(
     if not _runs_flash(query):
         return _gradients_by_document(grad_out, query, key, value, out, lse, ends, spans.window, scale)
     widths, length = (query.shape[-1], key.shape[-1], value.shape[-1]), query.shape[1]
-    padded = [tensor.flatten(0, 1) for tensor in _one_width(grad_out, query, key, value, out)]
+    padded = [tensor.flatten(0, 1) for tensor in one_width(grad_out, query, key, value, out)]
     no_seed = torch.empty(2, dtype=torch.uint64, device=query.device)  # read with dropout only
     grads = _aten._flash_attention_backward(
         *padded, lse, ends, ends, length, length, 0.0, True, no_seed,
@@ -140,7 +140,7 @@ def _gradients_by_package(
 
 def _packed_inputs(spans: Spans, *tensors: Tensor) -> list[Tensor]:
     """Tensors in the form that the packages take: packed if documents are given."""
-    return [(tensor if spans.ends is None else tensor.flatten(0, 1)).contiguous() for tensor in _one_width(*tensors)]
+    return [(tensor if spans.ends is None else tensor.flatten(0, 1)).contiguous() for tensor in one_width(*tensors)]
 
 
 def _all_ends(query: Tensor, spans: Spans) -> Tensor:
@@ -157,14 +157,6 @@ def _runs_flash(query: Tensor) -> bool:
 def _sides(window: int | None) -> dict[str, int]:
     """Window arguments: of w tokens, w - 1 are to the left."""
     return {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
-
-
-def _one_width(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Tensors zero-padded to one head dimension, which the kernels require; it changes no score and no other column of the
-    result."""
-    width = max(tensor.shape[-1] for tensor in tensors)
-    width += -width % HEAD_DIM_MULTIPLE
-    return tuple(t if t.shape[-1] == width else F.pad(t, (0, width - t.shape[-1])) for t in tensors)
 
 
 def _documents(ends: Tensor, length: int) -> Iterator[tuple[int, slice]]:
@@ -192,7 +184,7 @@ def _attend_by_document(
 ) -> tuple[Tensor, Tensor]:
     batch, length, heads = query.shape[:3]
     out = query.new_empty(batch, length, heads, value.shape[-1])
-    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    wide = wide_dtype(query)
     lse = query.new_empty(heads, batch, length, dtype=wide)
     for row, part in _documents(ends, length):
         q, k, v = _heads_first(query[row, part], key[row, part], value[row, part])

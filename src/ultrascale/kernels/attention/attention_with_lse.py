@@ -67,7 +67,7 @@ def attend(
         return out.transpose(1, 2)[..., :width], lse
     if _needs_plain(query):
         return _plain(query, key, value, mask, is_causal, scale)
-    query, key, value = _one_width(query, key, value)
+    query, key, value = one_width(query, key, value, multiple=_multiple(query))
     if not is_cuda(query):
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale
@@ -108,7 +108,7 @@ def attend_backward(
     if _needs_plain(query):
         return _plain_backward(grad_out, query, key, value, out, lse, mask, is_causal, scale)
     heads = key.shape[1]
-    query, key, value, out, grad_out = _one_width(query, key, value, out, grad_out)
+    query, key, value, out, grad_out = one_width(query, key, value, out, grad_out, multiple=_multiple(query))
     if not is_cuda(query):
         grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad_out, query, key, value, out, lse, 0.0, is_causal, attn_mask=mask, scale=scale
@@ -132,6 +132,10 @@ def _scale(query: Tensor, scale: float | None) -> float:
     return 1 / math.sqrt(query.shape[-1]) if scale is None else scale
 
 
+def _multiple(query: Tensor) -> int:
+    return HEAD_DIM_MULTIPLE if is_cuda(query) else 1
+
+
 def _needs_plain(query: Tensor) -> bool:
     return is_cuda(query) and query.dtype == torch.float64
 
@@ -140,12 +144,11 @@ def _runs_flash(query: Tensor, mask: Tensor | None) -> bool:
     return mask is None and query.dtype in (torch.bfloat16, torch.float16)
 
 
-def _one_width(*tensors: Tensor) -> tuple[Tensor, ...]:
+def one_width(*tensors: Tensor, multiple: int = HEAD_DIM_MULTIPLE) -> tuple[Tensor, ...]:
     """Tensors zero-padded to one head dimension, which the kernels require; it changes no score and no other column of the
     result."""
     width = max(tensor.shape[-1] for tensor in tensors)
-    if is_cuda(tensors[0]):
-        width += -width % HEAD_DIM_MULTIPLE
+    width += -width % multiple
     return tuple(t if t.shape[-1] == width else F.pad(t, (0, width - t.shape[-1])) for t in tensors)
 
 

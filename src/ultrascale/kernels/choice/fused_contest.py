@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,9 +19,10 @@ from ultrascale.description.architecture.model import Model
 from ultrascale.description.layout import Layout
 from ultrascale.kernels.choice.contest import MOST_BYTES, Form, Outcomes, measure
 from ultrascale.kernels.choice.implementation import FORMS, Kernel, chosen, not_installed
+from ultrascale.kernels.choice.wide import at_least_fp32
 from ultrascale.kernels.grouped_matmul import grouped_linear
 from ultrascale.kernels.loss.cross_entropy import linear_cross_entropy
-from ultrascale.kernels.norm import add_rms_norm, at_least_fp32, rms_norm
+from ultrascale.kernels.norm import add_rms_norm, rms_norm
 from ultrascale.kernels.optimizers.narrow_moments import Box, Kind, Moments, Update, empty_moments, update_
 from ultrascale.kernels.rotary import rotate
 from ultrascale.kernels.swiglu import clamped_swiglu, swiglu
@@ -91,7 +92,8 @@ def outside_graphs(model: Model) -> tuple[Kernel, ...]:
 
 def contest(kernel: Kernel, model: Model, shape: FusedShape, device: torch.device, *, bitwise: bool = False) -> Outcomes:
     """Seconds of each form of `kernel`, forward and backward, or the reason why it is excluded."""
-    function, inputs = _CASES[kernel](model, shape, device)
+    shape = shape._replace(dtype=torch.float32) if kernel in UPDATES else shape
+    function, inputs = _CASES[kernel](model, shape, _Draw(shape, device))
     forms = {form: not_installed(form) or _form(kernel, form, function) for form in FORMS[kernel]}
     with nullcontext() if kernel not in UPDATES else torch.no_grad():
         return measure(forms, inputs, bitwise=bitwise)
@@ -120,14 +122,16 @@ class _Draw:
         return torch.randn(size, generator=self.generator, device=self.device).to(self.dtype)
 
 
-def _norm(model: Model, shape: FusedShape, device: torch.device) -> tuple[Form, list[Tensor]]:
-    draw = _Draw(shape, device)
+Case = tuple[Form, list[Tensor]]
+"""A kernel as the model calls it, and its inputs."""
+
+
+def _norm(model: Model, shape: FusedShape, draw: _Draw) -> Case:
     rows = draw.rows(shape.norm_tokens, shape.hidden)
     return partial(rms_norm, eps=model.norm_eps), [draw(rows, shape.hidden), _scale(model, draw(shape.hidden))]
 
 
-def _norm_of_sum(model: Model, shape: FusedShape, device: torch.device) -> tuple[Form, list[Tensor]]:
-    draw = _Draw(shape, device)
+def _norm_of_sum(model: Model, shape: FusedShape, draw: _Draw) -> Case:
     rows = draw.rows(shape.norm_tokens, shape.hidden)
     streams = [draw(rows, shape.hidden) for _ in range(2)]
     return partial(add_rms_norm, eps=model.norm_eps), [*streams, _scale(model, draw(shape.hidden))]
@@ -138,40 +142,35 @@ def _scale(model: Model, weight: Tensor) -> Tensor:
     return at_least_fp32(weight) + 1 if model.zero_centered_norm else weight
 
 
-def _rotary(model: Model, shape: FusedShape, device: torch.device) -> tuple[Form, list[Tensor]]:
-    draw = _Draw(shape, device)
+def _rotary(model: Model, shape: FusedShape, draw: _Draw) -> Case:
     rows = draw.rows(shape.tokens, shape.heads * shape.head_dim)
-    angles = torch.rand(1, rows, 1, shape.rotary_dim // 2, generator=draw.generator, device=device)
+    angles = torch.rand(1, rows, 1, shape.rotary_dim // 2, generator=draw.generator, device=draw.device)
     turn = angles.cos().to(shape.dtype), angles.sin().to(shape.dtype)
     latent = {"start": model.qk_nope_head_dim, "neighbours": True} if model.latent_attention else {}
     return partial(rotate, angles=turn, **latent), [draw(1, rows, shape.heads, shape.head_dim)]
 
 
-def _swiglu(model: Model, shape: FusedShape, device: torch.device) -> tuple[Form, list[Tensor]]:
-    draw = _Draw(shape, device)
+def _swiglu(model: Model, shape: FusedShape, draw: _Draw) -> Case:
     rows = draw.rows(shape.tokens, 2 * shape.inner)
     function = clamped_swiglu if model.activation == "swigluoai" else swiglu
     return function, [draw(rows, shape.inner), draw(rows, shape.inner)]
 
 
-def _loss(model: Model, shape: FusedShape, device: torch.device) -> tuple[Form, list[Tensor]]:
-    draw = _Draw(shape, device)
-    targets = torch.randint(shape.vocabulary, (shape.tokens,), generator=draw.generator, device=device)
+def _loss(model: Model, shape: FusedShape, draw: _Draw) -> Case:
+    targets = torch.randint(shape.vocabulary, (shape.tokens,), generator=draw.generator, device=draw.device)
     weight = draw(shape.vocabulary, shape.hidden) / shape.hidden**0.5
     return linear_cross_entropy, [draw(shape.tokens, shape.hidden), weight, targets]
 
 
-def _experts(model: Model, shape: FusedShape, device: torch.device) -> tuple[Form, list[Tensor]]:
-    draw = _Draw(shape, device)
+def _experts(model: Model, shape: FusedShape, draw: _Draw) -> Case:
     rows = draw.rows(shape.expert_rows, shape.hidden)
-    ends = torch.arange(1, shape.experts + 1, device=device) * rows // shape.experts
+    ends = torch.arange(1, shape.experts + 1, device=draw.device) * rows // shape.experts
     counts = ends.diff(prepend=ends.new_zeros(1))
     return partial(grouped_linear, counts=counts), [draw(rows, shape.hidden), draw(shape.experts, shape.inner, shape.hidden)]
 
 
-def _update(kind: Kind, model: Model, shape: FusedShape, device: torch.device) -> tuple[Form, list[Tensor]]:
+def _update(kind: Kind, model: Model, shape: FusedShape, draw: _Draw) -> Case:
     """Second update of a matrix, on copies of its moments, so that every pass does the same."""
-    draw = _Draw(shape._replace(dtype=torch.float32), device)
     size = draw.rows(shape.inner, shape.hidden), shape.hidden
     box, weights, gradients = Box((0, 0), size, size), draw(*size), draw(*size)
     begun = empty_moments(box, kind, weights)
@@ -186,10 +185,7 @@ def _update(kind: Kind, model: Model, shape: FusedShape, device: torch.device) -
     return again, [weights, gradients]
 
 
-_CASES = cast(
-    "dict[str, Callable[[Model, FusedShape, torch.device], tuple[Form, list[Tensor]]]]",
-    {
-        "norm": _norm, "norm_of_sum": _norm_of_sum, "rotary": _rotary, "swiglu": _swiglu, "loss": _loss, "experts": _experts,
-        **{name: partial(_update, kind) for name, kind in UPDATES.items()},
-    },
-)  # fmt: skip
+_CASES: dict[Kernel, Callable[[Model, FusedShape, _Draw], Case]] = {
+    "norm": _norm, "norm_of_sum": _norm_of_sum, "rotary": _rotary, "swiglu": _swiglu, "loss": _loss, "experts": _experts,
+    "adamw-bf16": partial(_update, "bf16"), "adamw-8bit": partial(_update, "8bit"),
+}  # fmt: skip

@@ -21,6 +21,7 @@ from ultrascale.kernels.fp8.fp8_linear import (
     NO_DELAYED_SCALES,
     DelayedScales,
     Wires,
+    narrow_again,
     narrow_pairs,
     record_amaxes,
     scale_of,
@@ -28,13 +29,13 @@ from ultrascale.kernels.fp8.fp8_linear import (
 from ultrascale.kernels.fp8.fp8_matrices import (
     FORWARD,
     GRADIENT,
-    SMALLEST,
     Narrow,
     ReduceAmax,
     Scaling,
     largest_of,
     multiplied,
     rounded,
+    scales_of,
 )
 from ultrascale.kernels.grouped_matmul import row_groups, sums_of_groups
 
@@ -112,9 +113,7 @@ class _Grouped(torch.autograd.Function):
         ctx.weights, ctx.scaling, ctx.wires, ctx.has_bias, ctx.dtype = weights, scaling, wires, bool(biases), rows.dtype
         ctx.delayed, ctx.gathered = delayed, gathered
         ctx.save_for_backward(values, scale, counts, *scales)
-        matrices = narrow_pairs(gathered) or [
-            rounded(weight, weight_scale) for weight, weight_scale in zip(weights, scales, strict=True)
-        ]
+        matrices = narrow_pairs(gathered) or narrow_again(weights, scaling, scales)
         outputs = [scaled_groups(values, scale, *matrix, counts, rows.dtype) for matrix in matrices]
         return tuple([out + bias[expert] for out, bias in zip(outputs, biases, strict=True)] if biases else outputs)
 
@@ -122,9 +121,7 @@ class _Grouped(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (values, scale, counts, *scales), by_row = ctx.saved_tensors, ctx.scaling == "row"
         expert, reduce_amax, dtype = _expert_of_row(counts, len(values)), ctx.wires.reduce_grad_amax(), ctx.dtype
-        matrices = narrow_pairs(ctx.gathered) or [
-            rounded(weight, weight_scale) for weight, weight_scale in zip(ctx.weights, scales, strict=True)
-        ]
+        matrices = narrow_pairs(ctx.gathered) or narrow_again(ctx.weights, ctx.scaling, scales)
         scales = [matrix.scale for matrix in matrices]
         format = FORWARD if by_row else GRADIENT
         pairs = zip(grads, scales, strict=True)
@@ -172,7 +169,7 @@ def _narrow_along(
     if reduce_amax is None:
         return [_narrow_along([grad], expert, num_experts, scaling, dtype, lambda largest: largest)[0] for grad in wide]
     wide = list(wide)
-    scales = _scales([_largest(grad, expert, num_experts, scaling) for grad in wide], reduce_amax, dtype)
+    scales = scales_of([_largest(grad, expert, num_experts, scaling) for grad in wide], dtype, reduce_amax)
     return [Narrow(_rounded_rows(grad, scale, expert, dtype), scale) for grad, scale in zip(wide, scales, strict=True)]
 
 
@@ -181,7 +178,7 @@ def _scales_of(
 ) -> list[Tensor]:
     """Scales of the history, if there is one, else those of `largest`; records the amaxes if required."""
     if delayed.scales is None:
-        scales = _scales(largest, reduce_amax, dtype)
+        scales = scales_of(largest, dtype, reduce_amax)
     else:
         scales = [scale_of(delayed.scales, slot, delayed.places.count).view(-1, 1, 1) for slot in slots]
     if delayed.largest is None:
@@ -204,13 +201,6 @@ def _largest_of_matrix(weight: Tensor, scaling: Scaling) -> Tensor:
     return largest_of(rows, "row").view(len(weight), -1, 1)
 
 
-def _scales(largest: Sequence[Tensor], reduce_amax: ReduceAmax | None, dtype: torch.dtype) -> list[Tensor]:
-    if reduce_amax is not None:
-        parts = reduce_amax(torch.cat([amax.flatten() for amax in largest])).split([amax.numel() for amax in largest])
-        largest = [part.view_as(amax) for part, amax in zip(parts, largest, strict=True)]
-    return [amax.clamp_min(SMALLEST) / torch.finfo(dtype).max for amax in largest]
-
-
 def _rounded_rows(rows: Tensor, scale: Tensor, expert: Tensor, dtype: torch.dtype) -> Tensor:
     return rounded(rows, scale if scale.dim() == 2 else scale.view(-1, 1)[expert], dtype).values
 
@@ -219,5 +209,5 @@ def _by_feature(wide: Tensor, expert: Tensor, num_experts: int) -> Narrow:
     """Rows [M, F] in fp8 with a scale for each expert's features, [X, F, 1]."""
     index = expert.unsqueeze(1).expand_as(wide)
     largest = wide.new_zeros(num_experts, wide.shape[1]).scatter_reduce_(0, index, wide.abs(), "amax")
-    scale = largest.clamp_min(SMALLEST) / torch.finfo(FORWARD).max
+    (scale,) = scales_of([largest], FORWARD)
     return Narrow(rounded(wide, scale[expert]).values, scale.unsqueeze(2))

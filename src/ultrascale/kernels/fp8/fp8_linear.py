@@ -213,7 +213,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (values, scale, *scales), scaling, wires = ctx.saved_tensors, ctx.scaling, ctx.wires
-        matrices = narrow_pairs(ctx.gathered) or _narrow_again(ctx.weights, scaling, scales)
+        matrices = narrow_pairs(ctx.gathered) or narrow_again(ctx.weights, scaling, scales)
         whole_grads = [wires.gather_grad(grad).flatten(0, -2) for grad in grads]
         slots = ctx.places.gradients
         if ctx.delayed_scales is None:
@@ -245,7 +245,7 @@ def narrow_pairs(gathered: Sequence[Tensor]) -> list[Narrow]:
     return [Narrow(values, scale) for values, scale in zip(gathered[:count], gathered[count:], strict=True)]
 
 
-def _narrow_again(weights: Sequence[Tensor], scaling: Scaling, scales: Sequence[Tensor]) -> list[Narrow]:
+def narrow_again(weights: Sequence[Tensor], scaling: Scaling, scales: Sequence[Tensor]) -> list[Narrow]:
     """Weights quantised again as in the forward pass; `scales`: of that pass, if they were reduced over ranks."""
     if not scales:
         return narrow_all(weights, scaling)

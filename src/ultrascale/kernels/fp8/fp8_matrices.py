@@ -12,7 +12,7 @@ sums. (With fp64 between GEMMs, as in proofs, in fp64: ranks then differ from on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ from torch.library import custom_op
 from torch.nn import functional as F
 
 from ultrascale.kernels.choice.device_kind import is_cuda
+from ultrascale.kernels.choice.wide import at_least_fp32
 from ultrascale.torch_private import scaled_mm
 
 Scaling = Literal["row", "tensor"]
@@ -56,21 +57,24 @@ def narrow_all(
     """Several matrices [rows, columns] quantised to `dtype`, one after the other. `reduce_amax`: called once, for the amaxes of
     all of them, which then are in memory together."""
     if reduce_amax is None:
-        return [_narrow(wide, largest_of(wide, scaling), dtype) for wide in wides]
+        return [rounded(wide, scales_of([largest_of(wide, scaling)], dtype)[0], dtype) for wide in wides]
     wides = list(wides)
-    largest = [largest_of(wide, scaling) for wide in wides]
-    parts = reduce_amax(torch.cat([amax.flatten() for amax in largest])).split([amax.numel() for amax in largest])
-    return [_narrow(wide, part.view_as(amax), dtype) for wide, part, amax in zip(wides, parts, largest, strict=True)]
+    scales = scales_of([largest_of(wide, scaling) for wide in wides], dtype, reduce_amax)
+    return [rounded(wide, scale, dtype) for wide, scale in zip(wides, scales, strict=True)]
 
 
 def largest_of(wide: Tensor, scaling: Scaling) -> Tensor:
     """Amax of each row, [rows, 1], or of the matrix, [1, 1]; fp32 or wider. Makes no copy of the matrix."""
     least, most = wide.aminmax(dim=1, keepdim=True) if scaling == "row" else (extreme.view(1, 1) for extreme in wide.aminmax())
-    return _at_least_fp32(torch.maximum(-least, most))
+    return at_least_fp32(torch.maximum(-least, most))
 
 
-def _narrow(wide: Tensor, largest: Tensor, dtype: torch.dtype) -> Narrow:
-    return rounded(wide, largest.clamp_min(SMALLEST) / torch.finfo(dtype).max, dtype)
+def scales_of(largest: Sequence[Tensor], dtype: torch.dtype, reduce_amax: ReduceAmax | None = None) -> list[Tensor]:
+    """Scales by which tensors with these amaxes fill `dtype`. `reduce_amax`: called once, for all of them."""
+    if reduce_amax is not None:
+        parts = reduce_amax(torch.cat([amax.flatten() for amax in largest])).split([amax.numel() for amax in largest])
+        largest = [part.view_as(amax) for part, amax in zip(parts, largest, strict=True)]
+    return [amax.clamp_min(SMALLEST) / torch.finfo(dtype).max for amax in largest]
 
 
 def rounded(wide: Tensor, scale: Tensor, dtype: torch.dtype = FORWARD) -> Narrow:
@@ -157,10 +161,6 @@ def transposed(matrix: Narrow, scaling: Scaling) -> Narrow:
 def transposed_scale(matrix: Narrow, scaling: Scaling) -> Tensor:
     """Scale of `transposed`."""
     return torch.ones_like(matrix.scale[:1]).expand(matrix.values.shape[-1], 1) if scaling == "row" else matrix.scale
-
-
-def _at_least_fp32(wide: Tensor) -> Tensor:
-    return wide if wide.dtype == torch.float64 else wide.float()
 
 
 def _runs_native(left: Tensor, right: Tensor, dtype: torch.dtype) -> bool:

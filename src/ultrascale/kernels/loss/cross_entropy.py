@@ -20,8 +20,6 @@ In 16 bits on CUDA, where the logits would take several chunks, `kernels.loss.cr
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
@@ -30,7 +28,8 @@ from torch.nn import functional as F
 
 from ultrascale.kernels.choice.device_kind import is_cuda, kind_of
 from ultrascale.kernels.choice.implementation import form_of
-from ultrascale.kernels.loss.cross_entropy_columns import IGNORED, loss_by_columns
+from ultrascale.kernels.choice.wide import wide_dtype
+from ultrascale.kernels.loss.cross_entropy_columns import IGNORED, KeptGradients, compiled_once, loss_by_columns
 from ultrascale.torch_private import assert_on_device
 from ultrascale.work.work import chunk_rows, slab_columns
 
@@ -46,14 +45,14 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, *, com
     hidden, targets = hidden.flatten(0, -2), targets.flatten()
     if torch.compiler.is_compiling():
         logits = F.linear(hidden, weight)
-        return F.cross_entropy(logits.to(_wide(logits)), targets, ignore_index=IGNORED, reduction="sum")
+        return F.cross_entropy(logits.to(wide_dtype(logits)), targets, ignore_index=IGNORED, reduction="sum")
     with_gradients = torch.is_grad_enabled()
-    faster = is_cuda(hidden) or hidden.dtype != _wide(hidden)
+    faster = is_cuda(hidden) or hidden.dtype != wide_dtype(hidden)
     fused = with_gradients and ((compiled and faster) or form_of("loss", hidden) != "torch")
     return _LinearCrossEntropy.apply(hidden, weight, targets, with_gradients, fused)  # pyright: ignore[reportReturnType]
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
+class _LinearCrossEntropy(KeptGradients):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, with_gradients: bool, fused: bool) -> Tensor:
         with_gradients = with_gradients and any(ctx.needs_input_grad)
@@ -68,16 +67,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if not with_gradients:
             return _sweep(hidden, weight, targets, None, None)
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros(weight.shape, dtype=_wide(weight), device=weight.device)
+        grad_weight = torch.zeros(weight.shape, dtype=wide_dtype(weight), device=weight.device)
         sweep = _compiled_sweep if fused else _sweep
         loss = sweep(hidden, weight, targets, grad_hidden, grad_weight)
         ctx.save_for_backward(grad_hidden, grad_weight.to(weight.dtype))
         return loss
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad_hidden, grad_weight = ctx.saved_tensors
-        return grad_hidden.mul_(grads[0]), grad_weight.mul_(grads[0]), None, None, None
 
 
 class _Buffers:
@@ -85,7 +79,7 @@ class _Buffers:
     (CPU)."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, *, with_gradients: bool):
-        wide, is_narrow = _wide(hidden), hidden.dtype != _wide(hidden)
+        wide, is_narrow = wide_dtype(hidden), hidden.dtype != wide_dtype(hidden)
         self.rows = chunk_rows(hidden.shape[0], weight.shape[0], kind_of(hidden))
         self.logits = hidden.new_empty(self.rows, weight.shape[0])
         self.wide_logits = torch.empty_like(self.logits, dtype=wide) if is_narrow else self.logits
@@ -98,7 +92,7 @@ class _Buffers:
 
 def _sweep(hidden: Tensor, weight: Tensor, targets: Tensor, grad_hidden: Tensor | None, grad_weight: Tensor | None) -> Tensor:
     """Loss computed chunk by chunk; fills `grad_hidden` and adds to `grad_weight` if they are given."""
-    loss = torch.zeros((), dtype=_wide(hidden), device=hidden.device)
+    loss = torch.zeros((), dtype=wide_dtype(hidden), device=hidden.device)
     buffers = _Buffers(hidden, weight, with_gradients=grad_weight is not None)
     for start in range(0, hidden.shape[0], buffers.rows):
         part = slice(start, start + buffers.rows)
@@ -117,14 +111,14 @@ def _sweep(hidden: Tensor, weight: Tensor, targets: Tensor, grad_hidden: Tensor 
 def _compiled_sweep(hidden: Tensor, weight: Tensor, targets: Tensor, grad_hidden: Tensor, grad_weight: Tensor) -> Tensor:
     """The compiled form of the sweep, with one pass over each chunk's logits between its GEMMs, and memory for one chunk
     allocated once."""
-    loss = torch.zeros((), dtype=_wide(hidden), device=hidden.device)
+    loss = torch.zeros((), dtype=wide_dtype(hidden), device=hidden.device)
     rows = min(len(hidden), chunk_rows(hidden.shape[0], weight.shape[0], kind_of(hidden)) * 4 // hidden.itemsize)
     buffer = hidden.new_empty(rows, weight.shape[0])
     product = torch.empty_like(weight) if weight.dtype != grad_weight.dtype else None
     if form_of("loss", hidden) == "triton":
         to_gradient, add = _to_gradient_by_triton, _add
     else:
-        to_gradient, add = _compiled(_to_gradient), _compiled(_add)
+        to_gradient, add = compiled_once(_to_gradient), compiled_once(_add)
     for start in range(0, hidden.shape[0], rows):
         part = hidden[start : start + rows]
         logits = torch.mm(part, weight.t(), out=buffer[: len(part)])
@@ -140,15 +134,9 @@ def _compiled_sweep(hidden: Tensor, weight: Tensor, targets: Tensor, grad_hidden
     return loss
 
 
-@cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    # Not at import: loading the compiler takes a second and 100 MB.
-    return torch.compile(function, dynamic=False)
-
-
 def _to_gradient(logits: Tensor, targets: Tensor, target_logits: Tensor) -> Tensor:
     """-log softmax(logits)[target] [rows, 1]; `logits` become its gradient. Both are zero where ignored."""
-    wide, is_valid = logits.to(_wide(logits)), targets != IGNORED
+    wide, is_valid = logits.to(wide_dtype(logits)), targets != IGNORED
     normalizer = torch.logsumexp(wide, dim=-1, keepdim=True)
     is_target = torch.arange(wide.shape[1], device=wide.device) == targets
     logits.copy_((torch.exp(wide - normalizer) - is_target.to(wide.dtype)) * is_valid)
@@ -191,7 +179,3 @@ def _accumulate(total: Tensor, left: Tensor, right: Tensor, buffers: _Buffers) -
         return
     product = torch.mm(left, right, out=buffers.product)
     total.add_(product if buffers.wide_product is None else buffers.wide_product.copy_(product))
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32

@@ -21,11 +21,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ultrascale.kernels.choice.wide import wide_dtype
+
 IGNORED = -100
 """Target of a position that predicts nothing."""
 
 GatherTerms = Callable[[Tensor], Tensor]
 """Function from a rank's [N, 2] (log-sum-exp, the target's logit or 0) to those of all ranks, [ranks, N, 2]."""
+
+
+class KeptGradients(torch.autograd.Function):
+    """A loss whose forward pass saves the gradients of hidden and weight."""
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad_hidden, grad_weight = ctx.saved_tensors
+        return grad_hidden.mul_(grads[0]), grad_weight.mul_(grads[0]), *([None] * (len(ctx.needs_input_grad) - 2))
 
 
 class LossAndGradients(NamedTuple):
@@ -76,8 +87,8 @@ def _first(hidden: Tensor, weight: Tensor, local: Tensor, columns: int, compiled
     """First sweep, in fp32 or wider: log-sum-exp of each slab [slabs, N, 1], and the target's logit if it is in this shard of
     the vocabulary, else 0, [N, 1]. `local` [N, 1]: targets relative to the shard's first row."""
     buffer, normalizers = hidden.new_empty(len(hidden) * columns), []
-    target_logit = hidden.new_zeros(len(hidden), 1, dtype=_wide(hidden))
-    normalizer = _compiled(_normalizer) if compiled else _normalizer_by_softmax
+    target_logit = hidden.new_zeros(len(hidden), 1, dtype=wide_dtype(hidden))
+    normalizer = compiled_once(_normalizer) if compiled else _normalizer_by_softmax
     for start in range(0, len(weight), columns):
         logits = _logits(hidden, weight[start : start + columns], buffer)
         target_logit += _target_logits(logits, local - start)
@@ -88,7 +99,7 @@ def _first(hidden: Tensor, weight: Tensor, local: Tensor, columns: int, compiled
 def _target_logits(logits: Tensor, local: Tensor) -> Tensor:
     """Logit of each row's target if it is in this slab, else 0, [N, 1]."""
     is_here = (local >= 0) & (local < logits.shape[1])
-    return logits.gather(1, local.masked_fill(~is_here, 0)).to(_wide(logits)).masked_fill_(~is_here, 0)
+    return logits.gather(1, local.masked_fill(~is_here, 0)).to(wide_dtype(logits)).masked_fill_(~is_here, 0)
 
 
 def _second(
@@ -96,10 +107,10 @@ def _second(
 ) -> tuple[Tensor, Tensor]:
     """dh [N, D] in at least fp32, and dW [V, D]."""
     buffer = hidden.new_empty(len(hidden) * columns)
-    grad_hidden = torch.zeros_like(hidden, dtype=_wide(hidden))
+    grad_hidden = torch.zeros_like(hidden, dtype=wide_dtype(hidden))
     grad_weight = torch.empty_like(weight)
     product = torch.empty_like(hidden) if hidden.dtype != grad_hidden.dtype else None
-    to_gradient = _compiled(_to_gradient) if compiled else _to_gradient_by_softmax
+    to_gradient = compiled_once(_to_gradient) if compiled else _to_gradient_by_softmax
     for number, start in enumerate(range(0, len(weight), columns)):
         slab = weight[start : start + columns]
         logits = _logits(hidden, slab, buffer)
@@ -114,13 +125,13 @@ def _second(
 
 def _normalizer(logits: Tensor) -> Tensor:
     """Log of the sum of exponentials of each row, [N, 1] in at least fp32."""
-    return torch.logsumexp(logits.to(_wide(logits)), dim=1, keepdim=True)
+    return torch.logsumexp(logits.to(wide_dtype(logits)), dim=1, keepdim=True)
 
 
 def _normalizer_by_softmax(logits: Tensor) -> Tensor:
     """`_normalizer` with a single torch kernel between the wide copy and its result: any column of the softmax yields the row's
     sum."""
-    normalized = torch.log_softmax(logits, dim=1, dtype=_wide(logits))
+    normalized = torch.log_softmax(logits, dim=1, dtype=wide_dtype(logits))
     return logits[:, :1].to(normalized.dtype) - normalized[:, :1]
 
 
@@ -142,10 +153,6 @@ def _to_gradient_by_softmax(logits: Tensor, local: Tensor, normalizer: Tensor, o
 
 
 @cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    # Not at import: loading the compiler takes a second and 100 MB.
+def compiled_once(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A pass, compiled. Not at import: loading the compiler takes a second and 100 MB."""
     return torch.compile(function, dynamic=False)
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32

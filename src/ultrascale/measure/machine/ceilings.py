@@ -15,6 +15,8 @@ import torch
 from ultrascale.catalogue.cluster import Accelerator, parse_cluster
 from ultrascale.catalogue.machines import ACCELERATORS
 from ultrascale.description.layout import Precision
+from ultrascale.description.units import count_of
+from ultrascale.measure.machine.doctor import cpu_facts
 from ultrascale.parallel.precision.mixed_precision import TORCH_DTYPE
 
 PEAK_FILE = ".peak.json"
@@ -102,7 +104,7 @@ def peak_flops(cluster: str, precision: Precision, device: torch.device) -> Peak
         return Peak(accelerator.peak_flops_per_second(known), f"the {known} peak of {accelerator.title}{note}")
     measured = "bf16" if precision == "fp8" else precision  # where fp8 has no peak of its own its products are in wider formats
     ceiling = measure_matmul_ceiling(measured, device)
-    origin = f"a large {measured} matrix product here, {_counted(ceiling.threads, 'thread')}{note}"
+    origin = f"a large {measured} matrix product here, {count_of(ceiling.threads, 'thread')}{note}"
     return Peak(ceiling.flops_per_second, origin, ceiling)
 
 
@@ -123,7 +125,7 @@ def device_name(device: torch.device | str) -> str:
     on_device = torch.device(device)
     if on_device.type == "cuda":
         return torch.cuda.get_device_name(on_device)
-    return _cpu_model() or platform.processor() or platform.machine()
+    return cpu_facts().get("model name") or platform.processor() or platform.machine()
 
 
 def this_gpu(device: torch.device) -> Accelerator | None:
@@ -153,18 +155,6 @@ def _stored_ceiling(file: Path) -> MatmulCeiling | None:
     try:
         return MatmulCeiling(**json.loads(file.read_text()))
     except (OSError, ValueError, TypeError):  # not there yet, cut short, or of another version
-        return None
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"
-
-
-def _cpu_model() -> str | None:
-    try:
-        with open("/proc/cpuinfo") as lines:
-            return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), None)
-    except OSError:  # not Linux
         return None
 
 

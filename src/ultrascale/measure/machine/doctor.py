@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from ultrascale import __version__
+from ultrascale.catalogue.machines import usable_cores
 from ultrascale.description.units import count_of
 
 TORCH_RANGE = ((2, 11), (2, 14))
@@ -43,7 +44,7 @@ class Finding:
     remedy: str = ""
 
 
-def examine(folder: Path = Path("."), *, gpus: int | None = None) -> list[Finding]:
+def examine(folder: Path, *, gpus: int | None) -> list[Finding]:
     """All findings, in the order of a report. `folder`: where runs are written; `gpus`: required number of GPUs. Takes seconds
     if torch is installed."""
     findings = [*software(), *processor(), *memory(), *disk(folder)]
@@ -112,7 +113,7 @@ def torch_release(version: str) -> Finding:
 def processor() -> Iterator[Finding]:
     """Processor, the cores that this process may use, and the features that determine their speed."""
     facts = cpu_facts()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     yield Finding("processor", "name", facts.get("model name", platform.processor() or "unknown"))
     quota = Path("/sys/fs/cgroup/cpu.max")
     limited = quota.exists() and (share := quota.read_text().split())[0] != "max"

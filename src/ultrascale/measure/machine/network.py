@@ -170,10 +170,12 @@ def _call(kind: str, num_bytes: int, group: dist.ProcessGroup, size: int, ranks:
             work.wait()
 
     first = dist.get_global_rank(group, 0)
+    gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     calls: dict[str, tuple[Callable[[], Any], Tensor, Tensor, Sequence[float]]] = {
         "all_reduce": (lambda: dist.all_reduce(whole, group=group), whole, whole, [total] * size),
-        "all_gather": (lambda: _gather(whole, piece, group), piece, whole, [rank + 1.0 for rank in range(size)]),
-        "reduce_scatter": (lambda: _scatter(piece, whole, group), whole, piece, [total]),
+        "all_gather": (lambda: gather(whole, piece, group=group), piece, whole, [rank + 1.0 for rank in range(size)]),
+        "reduce_scatter": (lambda: scatter(piece, whole, group=group), whole, piece, [total]),
         "all_to_all": (lambda: dist.all_to_all_single(other, whole, group=group), whole, other, [r + 1.0 for r in range(size)]),
         "broadcast": (lambda: dist.broadcast(whole, first, group=group), whole, whole, [1.0] * size),
         "send": (send, whole, other, [(place - 1) % size + 1.0] * size),
@@ -181,21 +183,13 @@ def _call(kind: str, num_bytes: int, group: dist.ProcessGroup, size: int, ranks:
     call, sent, received, expected = calls[kind]
     sent.fill_(contribution)
     call()
-    _settle(ranks)
+    ranks.settle()
     parts = received.view(len(expected), -1)
     if not torch.equal(parts, torch.tensor(expected, device=ranks.device)[:, None].expand_as(parts)):
         problem = f"rank {ranks.rank}: {kind} of {num_bytes:,} bytes over {size} ranks gave {float(parts.flatten()[0])}"
         raise WrongResultError(f"{problem} where {expected[0]} must be. Do not train on this network.")
     whole.zero_()  # so that repeated sums stay finite
     return call
-
-
-def _gather(whole: Tensor, piece: Tensor, group: dist.ProcessGroup) -> None:
-    (getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor)(whole, piece, group=group)
-
-
-def _scatter(piece: Tensor, whole: Tensor, group: dist.ProcessGroup) -> None:
-    (getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor)(piece, whole, group=group)
 
 
 def _timed(call: Callable[[], None], ranks: Ranks) -> tuple[float, float]:
@@ -208,16 +202,11 @@ def _timed(call: Callable[[], None], ranks: Ranks) -> tuple[float, float]:
 
 
 def _round(call: Callable[[], None], calls: int, ranks: Ranks) -> float:
-    _settle(ranks)
+    ranks.settle()
     ranks.barrier()
     started = time.perf_counter()
     for _ in range(calls):
         call()
-    _settle(ranks)
+    ranks.settle()
     seconds = (time.perf_counter() - started) / calls
     return max(map(float, ranks.gather_text(repr(seconds))))
-
-
-def _settle(ranks: Ranks) -> None:
-    if ranks.device.type == "cuda":
-        torch.cuda.synchronize(ranks.device)

@@ -113,7 +113,11 @@ class _Host:
 
     def __init__(self, events: RankEvents):
         self.events = events
-        self.timelines = {thread: Timeline(innermost(_nested(ranges))) for thread, ranges in events.ranges.items()}
+        # Phases cross other ranges, and are looked up by time; all others nest.
+        self.timelines = {
+            thread: Timeline(innermost([span for span in ranges if not span.name.startswith(PHASE)]))
+            for thread, ranges in events.ranges.items()
+        }
         phases = [span for span in events.ranges[events.main_thread] if span.name.startswith(PHASE)]
         self._phases = Timeline(innermost(phases))
         self.attention_links = frozenset(self._links_inside(CORE))
@@ -149,11 +153,6 @@ class _Host:
             for _, _, stack in timeline.segments:
                 inside = dropwhile(lambda span: span.name != name, stack)
                 yield from (span.link for span in inside if span.link is not None)
-
-
-def _nested(ranges: Iterable[TimeSpan]) -> list[TimeSpan]:
-    """Ranges that nest: all except phases, which cross other ranges and are looked up by time."""
-    return [span for span in ranges if not span.name.startswith(PHASE)]
 
 
 def _on_device(busy: Sequence[Piece], host: _Host, window: tuple[float, float]) -> list[Piece]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from ultrascale.description.problems import Problem, SpecError
+from ultrascale.output_file import make_durable
 
 
 class FolderError(RuntimeError):
@@ -23,9 +24,7 @@ class FolderError(RuntimeError):
 
 
 @contextmanager
-def fill_folder(
-    folder: Path, *, is_ours: Callable[[str], bool], overwrite: bool = False, source: Path | None = None
-) -> Iterator[Path]:
+def fill_folder(folder: Path, *, is_ours: Callable[[str], bool], overwrite: bool, source: Path | None) -> Iterator[Path]:
     """Yield an empty folder to write into; on exit without an error it is synced to disk and renamed to `folder`.
 
     With `overwrite` an earlier folder is replaced, if `is_ours` accepts the names of all files in it. Folders and files follow
@@ -40,8 +39,8 @@ def fill_folder(
         yield partial
         for file in partial.iterdir():
             file.chmod(partial.stat().st_mode & 0o666)  # safetensors writes 0600, whatever the umask
-            _sync(file)
-        _sync(partial)
+            make_durable(file)
+        make_durable(partial)
         _publish(partial, folder, is_ours)
     except (OSError, SafetensorError) as error:
         remedy = "Nothing was left behind. Free space, or choose another folder."
@@ -50,9 +49,7 @@ def fill_folder(
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def expect_replaceable(
-    folder: Path, *, is_ours: Callable[[str], bool], overwrite: bool = False, source: Path | None = None
-) -> None:
+def expect_replaceable(folder: Path, *, is_ours: Callable[[str], bool], overwrite: bool, source: Path | None) -> None:
     """Raise SpecError if writing `folder` would destroy something other than an earlier folder of this kind that may be
     replaced."""
     refusal = _refusal(folder.resolve(), is_ours, overwrite, source)
@@ -116,7 +113,7 @@ def _publish(partial: Path, folder: Path, is_ours: Callable[[str], bool]) -> Non
         if replaces:
             aside.rename(folder)
         raise
-    _sync(folder.parent)
+    make_durable(folder.parent)
     if replaces:
         _remove(aside, is_ours)
 
@@ -128,11 +125,3 @@ def _remove(aside: Path, is_ours: Callable[[str], bool]) -> None:
             file.unlink()
     if not any(aside.iterdir()):
         aside.rmdir()
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -19,14 +19,15 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 
 from ultrascale.description.layout import Layout
+from ultrascale.kernels.choice.wide import wide_dtype
 from ultrascale.models.decoder import Decoder
-from ultrascale.models.feed_forward import MLP, GatedMLP, activate
+from ultrascale.models.feed_forward import MLP, activate
 
 
 def apply_mlp_chunks(stage: Decoder, layout: Layout) -> None:
@@ -35,14 +36,13 @@ def apply_mlp_chunks(stage: Decoder, layout: Layout) -> None:
     if layout.mlp_chunks == 1:
         return
     for _, block in stage.blocks():
-        if isinstance(block.mlp, GatedMLP | MLP):
+        if isinstance(block.mlp, MLP):
             setattr(block.mlp, "forward", partial(_forward, block.mlp, layout.mlp_chunks))  # noqa: B010
 
 
-def _forward(mlp: GatedMLP | MLP, chunks: int, hidden: Tensor) -> Tensor:
+def _forward(mlp: MLP, chunks: int, hidden: Tensor) -> Tensor:
     """[B, S, D] to [B, S, D]."""
-    projections = [mlp.gate_proj, mlp.up_proj] if isinstance(mlp, GatedMLP) else [mlp.up_proj]
-    linears: list[nn.Linear] = [*projections, mlp.down_proj]
+    linears = [*mlp.projections, mlp.down_proj]
     weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
     return _Chunked.apply(hidden, chunks, mlp.activation, len(linears), *weights, *biases)  # pyright: ignore[reportReturnType]
 
@@ -64,7 +64,7 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         hidden, *parameters = ctx.saved_tensors
         weights, biases = parameters[: ctx.count], parameters[ctx.count :]
-        sums = [None if tensor is None else tensor.new_zeros(tensor.shape, dtype=_wide(tensor.dtype)) for tensor in parameters]
+        sums = [None if tensor is None else tensor.new_zeros(tensor.shape, dtype=wide_dtype(tensor)) for tensor in parameters]
         rows, grad = hidden.flatten(0, -2), grads[0].flatten(0, -2)
         of_rows = torch.empty_like(rows)
         layer = _Layer(ctx.activation, weights, biases, sums[: ctx.count], sums[ctx.count :])
@@ -122,7 +122,3 @@ def _add_product(of_weight: Any, of_bias: Tensor | None, of_result: Tensor, inpu
         of_weight.add_(torch.mm(of_result.t(), inputs))
     if of_bias is not None:
         of_bias.add_(of_result.sum(0))
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)

@@ -107,7 +107,7 @@ class ActivationOffload:
         kept_keys = {
             _key(tensor)
             for tensor in (*block.parameters(), *computing_copies(block), *tree_leaves((shared, options)))
-            if _is_plain(tensor)
+            if isinstance(tensor, Tensor) and not isinstance(tensor, DTensor)
         }
         kept_keys |= {_key(hidden)} if input_is_kept else set()
         offloaded = self._newest = BlockOffload(None if is_first else self._newest)
@@ -200,10 +200,6 @@ class ActivationOffload:
 
 def _key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
-
-
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, Tensor) and not isinstance(value, DTensor)
 
 
 def _is_parameter(tensor: Tensor) -> bool:

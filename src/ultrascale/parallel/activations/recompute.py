@@ -35,7 +35,7 @@ from ultrascale.kernels.fp8 import fp8_matrices as fp8
 from ultrascale.models.attention import Attention, LatentAttention
 from ultrascale.models.decoder import Block, Decoder
 from ultrascale.models.experts import Experts, LocalDispatch, MoE
-from ultrascale.models.feed_forward import MLP, GatedMLP
+from ultrascale.models.feed_forward import MLP
 from ultrascale.parallel import all_to_all
 from ultrascale.parallel.activations.partitioned_checkpoints import keep_local_part
 from ultrascale.parallel.activations.regions import RecomputedRegions
@@ -113,7 +113,7 @@ def recompute_regions(block: Block, modules: frozenset[str]) -> None:
             _wrap(regions, mlp.experts, "activate")
         if "moe_permute" in modules and isinstance(mlp.dispatch, LocalDispatch):
             mlp.dispatch = replace(mlp.dispatch, spread=regions.region(mlp.dispatch.spread))
-    if isinstance(dense, GatedMLP | MLP) and "forward" not in vars(dense):  # pieces of tokens keep nothing
+    if isinstance(dense, MLP) and "forward" not in vars(dense):  # pieces of tokens keep nothing
         if ("shared_experts" if isinstance(mlp, MoE) else "mlp") in modules:
             setattr(dense, "forward", partial(_fed_forward, dense, regions.region(partial(_widened, dense))))  # noqa: B010
         elif "mlp_act" in modules:
@@ -125,12 +125,12 @@ def _wrap(regions: RecomputedRegions, module: nn.Module, seam: str) -> None:
     setattr(module, seam, regions.region(getattr(module, seam)))
 
 
-def _widened(mlp: GatedMLP | MLP, hidden: Tensor) -> Tensor:
+def _widened(mlp: MLP, hidden: Tensor) -> Tensor:
     """[B, S, D] to the input of `down`, [B, S, F]."""
     return mlp.activate(mlp.activation, *mlp.column_linear(hidden, *mlp.projections))
 
 
-def _fed_forward(mlp: GatedMLP | MLP, widened: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+def _fed_forward(mlp: MLP, widened: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
     return mlp.row_linear(widened(hidden), mlp.down_proj)
 
 
@@ -180,28 +180,18 @@ class KindTracker:
         for module in block.modules():
             if isinstance(module, Attention | LatentAttention):
                 self._wrap(module, column_linear="qkv", core="attention", row_linear="output")
-            elif isinstance(module, GatedMLP | MLP):
+            elif isinstance(module, MLP):
                 self._wrap(module, column_linear="mlp", row_linear="down")
         for module in block.modules():
             if isinstance(module, LatentAttention):  # narrow projections go through no seam
                 for child in (module.kv_a_proj_with_mqa, *((module.q_a_proj,) if module.is_q_narrow else ())):
-                    self._hook(child, "qkv")
+                    self._wrap(child, forward="qkv")
             elif isinstance(module, Experts):
                 self._wrap(module, grouped_column_linear="experts")
 
     def _wrap(self, module: nn.Module, **seams: str) -> None:
         for seam, kind in seams.items():
             setattr(module, seam, partial(self._inside, kind, getattr(module, seam)))
-
-    def _hook(self, module: nn.Module, kind: str) -> None:
-        def leave(*unused: Any) -> None:
-            self.kind = ""
-
-        def enter(*unused: Any) -> None:
-            self.kind = kind
-
-        module.register_forward_pre_hook(enter)
-        module.register_forward_hook(leave, always_call=True)
 
     def _inside(self, kind: str, seam: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         self.kind = kind

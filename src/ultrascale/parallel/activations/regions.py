@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -127,15 +128,18 @@ class _View:
         return self.cell.get().as_strided(*self.geometry)
 
 
+@dataclass(eq=False)
 class Region:
     """The inputs and the function needed to run a region again."""
 
-    def __init__(self, forward: Callable[..., Any], inputs: list[tuple[Any, bool]], input_keys: set[int]):
-        """`inputs`: pairs of an input and whether it needs a gradient; `input_keys`: their storages."""
-        self.forward, self.inputs, self.input_keys = forward, inputs, input_keys
-        self.saves: list[weakref.ref[Cell]] = []
-        """Cells in the order in which operations inside save tensors."""
-        self.results: list[tuple[int, weakref.ref[Cell]]] = []
+    forward: Callable[..., Any]
+    inputs: list[tuple[Any, bool]]
+    """Pairs of an input and whether it needs a gradient."""
+    input_keys: set[int]
+    """Storages of the inputs."""
+    saves: list[weakref.ref[Cell]] = field(default_factory=list)
+    """Cells in the order in which operations inside save tensors."""
+    results: list[tuple[int, weakref.ref[Cell]]] = field(default_factory=list)
 
     def inside(self) -> Cell:
         """Create a cell for a tensor that an operation inside the region saves."""

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ultrascale.kernels.attention.attention_with_lse import attend, attend_backward, join
+from ultrascale.kernels.choice.wide import wide_dtype
 from ultrascale.parallel.context.context_gather import GatheredKeys, ScatteredGradients
 from ultrascale.parallel.context.context_masks import Block, ContextMask, Slots
 from ultrascale.parallel.context.context_ring import KeyValueBlock, Ring, RingGradients, RingKeys, pack, unpack
@@ -81,7 +82,7 @@ def attention_backward(
 
 
 def _forward(query: Tensor, key: Tensor, value: Tensor, setting: Setting) -> tuple[Tensor, Tensor]:
-    """out [B, H, S/n, E'] and lse [B, H, S/n], in the dtype of sums (`dtype_of_sums`)."""
+    """out [B, H, S/n, E'] and lse [B, H, S/n], in the dtype of sums."""
     hops = zip(_keys(key, value, setting).hops(), setting.mask.hops, strict=True)
     joined: tuple[Tensor, Tensor] | None = None
     for keys_values, blocks in hops:
@@ -107,7 +108,7 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, setting: Setting) -> tup
 def _begin(query: Tensor, value: Tensor, out: Tensor, lse: Tensor, block: Block) -> tuple[Tensor, Tensor]:
     """Copy of the first part, since selective recomputation may hold the kernel's own result. In memory, positions precede
     heads, as in kernel results (padded heads too): the projection that follows reads this order without another copy."""
-    (batch, heads, length, _), dtype = query.shape, dtype_of_sums(query.dtype)
+    (batch, heads, length, _), dtype = query.shape, wide_dtype(query)
     shape = (batch, length, heads, value.shape[-1])
     if block.queries == slice(0, length) and len(out) == len(query):
         return query.new_empty(shape, dtype=dtype).transpose(1, 2).copy_(out), lse.clone()
@@ -121,7 +122,7 @@ def _begin(query: Tensor, value: Tensor, out: Tensor, lse: Tensor, block: Block)
 def _backward(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, setting: Setting
 ) -> tuple[Tensor, Tensor, Tensor]:
-    mask, ring, wide = setting.mask, setting.ring, dtype_of_sums(query.dtype)
+    mask, ring, wide = setting.mask, setting.ring, wide_dtype(query)
     going_home = (ScatteredGradients if setting.gathers else RingGradients)(key, value, mask, ring, wide)
     total_query, total_key, total_value = (_Total(like, wide) for like in (query, key, value))
     for distance, (keys_values, blocks) in enumerate(zip(_keys(key, value, setting).hops(), mask.hops, strict=True)):
@@ -201,8 +202,3 @@ def _sinks_gradient(grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -
     """[H]: minus the sink's attention weight times (grad_out . out), summed over rows."""
     share = (sinks.to(lse.dtype).unsqueeze(-1) - lse).exp()
     return -(share * (grad_out.to(lse.dtype) * out).sum(-1)).sum((0, 2)).to(sinks.dtype)
-
-
-def dtype_of_sums(dtype: torch.dtype) -> torch.dtype:
-    """Dtype of sums over hops."""
-    return torch.float32 if dtype.itemsize < torch.float32.itemsize else dtype

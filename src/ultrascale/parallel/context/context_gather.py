@@ -13,6 +13,7 @@ twice as much.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from ultrascale.kernels.choice.device_kind import is_cuda
 from ultrascale.parallel.context.context_masks import NOTHING, ContextMask, Slots
-from ultrascale.parallel.context.context_ring import KeyValueBlock, Messages, Ring, buffer_for, pack, unpack
+from ultrascale.parallel.context.context_ring import KeysOnRing, KeyValueBlock, Messages, buffer_for, pack, unpack
 from ultrascale.parallel.tags import Tag
 
 
@@ -29,11 +30,8 @@ def runs_collectives(key: Tensor, mask: ContextMask) -> bool:
     return is_cuda(key) and len(set(mask.lengths)) == 1
 
 
-class GatheredKeys:
+class GatheredKeys(KeysOnRing):
     """All keys and values, gathered at once."""
-
-    def __init__(self, key: Tensor, value: Tensor, mask: ContextMask, ring: Ring):
-        self.key, self.value, self.mask, self.ring = key, value, mask, ring
 
     def hops(self) -> Iterator[KeyValueBlock | None]:
         """This rank's own keys and values, then those of every other rank, in the order of a ring."""
@@ -56,12 +54,12 @@ class GatheredKeys:
         return parts
 
 
-class ScatteredGradients:
+@dataclass
+class ScatteredGradients(KeysOnRing):
     """Gradients of keys and values, collected until all are computed and then reduce-scattered."""
 
-    def __init__(self, key: Tensor, value: Tensor, mask: ContextMask, ring: Ring, dtype: torch.dtype):
-        self.key, self.value, self.mask, self.ring, self.dtype = key, value, mask, ring, dtype
-        self.gradients: dict[int, Tensor] = {}
+    dtype: torch.dtype
+    gradients: dict[int, Tensor] = field(default_factory=dict)
 
     def add(self, distance: int, gradient: Tensor | None) -> None:
         """Add the packed gradients of the keys used at hop `distance` (`mask.needs` says which); None if no keys were used."""

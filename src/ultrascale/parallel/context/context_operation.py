@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from ultrascale.parallel.context.context_attention import Setting, attention_backward, attention_forward, dtype_of_sums
+from ultrascale.kernels.choice.wide import wide_dtype
+from ultrascale.parallel.context.context_attention import Setting, attention_backward, attention_forward
 
 _NUMBERS = count()
 _SETTINGS: dict[int, Setting] = {}
@@ -70,7 +71,7 @@ def ring_attention_backward(
 @ring_attention.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     batch, length, heads, _ = query.shape
-    lse = query.new_empty(batch, heads, length, dtype=dtype_of_sums(query.dtype))
+    lse = query.new_empty(batch, heads, length, dtype=wide_dtype(query))
     return query.new_empty(batch, length, heads, value.shape[-1]), lse
 
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -103,11 +104,18 @@ def buffer_for(slots: Slots, key: Tensor, value: Tensor, dtype: torch.dtype) -> 
     return key.new_empty(slots[1] - slots[0], batch, heads, width + value.shape[-1], dtype=dtype)
 
 
-class RingKeys:
-    """Keys and values that travel around the ring."""
+@dataclass
+class KeysOnRing:
+    """This rank's keys and values, [B, K, T, E] and [B, K, T, E'], and the ring that uses them."""
 
-    def __init__(self, key: Tensor, value: Tensor, mask: ContextMask, ring: Ring):
-        self.key, self.value, self.mask, self.ring = key, value, mask, ring
+    key: Tensor
+    value: Tensor
+    mask: ContextMask
+    ring: Ring
+
+
+class RingKeys(KeysOnRing):
+    """Keys and values that travel around the ring."""
 
     def hops(self) -> Iterator[KeyValueBlock | None]:
         """This rank's own keys and values, then at each hop those of the next rank, or None where no rank needs any from here
@@ -137,14 +145,14 @@ class RingKeys:
         return self.mask.travels(self.ring.source(distance + of_next), distance + 1)
 
 
-class RingGradients:
+@dataclass
+class RingGradients(KeysOnRing):
     """Gradients of keys and values that travel around the ring, one hop behind this rank's work."""
 
-    def __init__(self, key: Tensor, value: Tensor, mask: ContextMask, ring: Ring, dtype: torch.dtype):
-        self.key, self.value, self.mask, self.ring, self.dtype = key, value, mask, ring, dtype
-        self.passing: Tensor | None = None
-        self.home: Tensor | None = None
-        self.messages = Messages(None, Tag.KEY_GRADIENTS, [], [])
+    dtype: torch.dtype
+    passing: Tensor | None = None
+    home: Tensor | None = None
+    messages: Messages = field(default_factory=lambda: Messages(None, Tag.KEY_GRADIENTS, [], []))
 
     def add(self, distance: int, gradient: Tensor | None) -> None:
         """Add the packed gradients of the keys used at hop `distance` (`mask.needs` says which); None if no keys were used.

@@ -26,12 +26,16 @@ MOST_RANKS = 64
 """Most ranks for direct messages: about as many as one large machine has cores."""
 
 
-class DirectAllGather(AllGather):
-    """All-gather by direct messages between all pairs of ranks."""
+class Room:
+    """Memory for the input or the output of a collective."""
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Allocate the output buffer."""
+        """Allocate it."""
         return torch.empty(*size, dtype=dtype, device=device)
+
+
+class DirectAllGather(Room, AllGather):
+    """All-gather by direct messages between all pairs of ranks."""
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -45,12 +49,8 @@ class DirectAllGather(AllGather):
         exchange.wait()
 
 
-class DirectReduceScatter(ReduceScatter):
+class DirectReduceScatter(Room, ReduceScatter):
     """Reduce-scatter by direct messages between all pairs of ranks."""
-
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Allocate memory for the input or the output."""
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,

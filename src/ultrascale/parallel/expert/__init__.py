@@ -2,5 +2,5 @@
 
 expert_parallel    applies it to a decoder: begin here
 expert_dispatch    sends tokens to their experts' ranks, and results back
-expert_rows, expert_sequences   order of rows; limited expert capacity
+expert_sequences   limited expert capacity
 """

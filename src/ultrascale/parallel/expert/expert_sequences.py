@@ -17,6 +17,7 @@ micro-batches have run, still gets its own.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -52,12 +53,14 @@ def apply_whole_sequences(decoder: Decoder, sequences: WholeSequences) -> None:
         layer.router.keep = sequences.keep
 
 
+@dataclass
 class WholeSequences:
     """Ranks that hold the tokens of the same sequences. `tp`: its group with sequence parallelism, else None."""
 
-    def __init__(self, layout: Layout, *, cp: dist.ProcessGroup | None, tp: dist.ProcessGroup | None):
-        self.layout, self.cp, self.tp = layout, cp, tp
-        self.positions: list[Tensor] = []
+    layout: Layout
+    cp: dist.ProcessGroup | None
+    tp: dist.ProcessGroup | None
+    positions: list[Tensor] = field(default_factory=list)
 
     def make_mask(self, inner: Callable[..., Any], num_queries: int, *others: Any, **options: Any) -> Placed:
         """The decoder's `make_mask`: the mask of `inner`, together with the tokens' positions."""

@@ -152,16 +152,10 @@ class Pipeline:
         mailbox.close()
 
 
-def build_pipeline(
-    layout: Layout,
-    stages: Mapping[int, Decoder],
-    groups: tuple[dist.ProcessGroup, dist.ProcessGroup],
-    device: torch.device,
-    on_action: Callable[[Action], None] = lambda action: None,
-) -> Pipeline:
-    """The rank's pipeline, with the runtime that `layout` selects; arguments as for `Pipeline`."""
+def pipeline_of(layout: Layout) -> type[Pipeline]:
+    """The pipeline with the runtime that `layout` selects."""
     if layout.pipeline_runtime == "torch":
         from ultrascale.parallel.pipeline.pipeline_torch import TorchPipeline  # its import takes seconds
 
-        return TorchPipeline(layout, stages, groups, device, on_action)
-    return Pipeline(layout, stages, groups, device, on_action)
+        return TorchPipeline
+    return Pipeline

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,7 @@ from ultrascale.kernels.fp8.fp8_linear import Wires
 from ultrascale.kernels.fp8.fp8_matrices import Narrow, ReduceAmax, Scaling, multiplied
 from ultrascale.parallel.lost import waiting
 from ultrascale.parallel.tensor.tensor_ops import TensorParallel, gathered_sequence, local_length
-from ultrascale.parallel.tensor.tensor_traffic import Finish, all_gather_sequence, all_reduce, reduce_scatter_sequence
+from ultrascale.parallel.tensor.tensor_traffic import Finish, all_gather_sequence, sum_sequence
 from ultrascale.torch_private import group_named
 
 
@@ -62,7 +63,7 @@ def scaled_columns_backward(
     for factors in each:
         grad += multiplied(*factors, dtype)
     grad = grad.view(len(values), -1, values.shape[-1])
-    summed = reduce_scatter_sequence(grad, ranks) if length else all_reduce(grad, ranks)
+    summed = sum_sequence(grad, length, ranks)
     weight_grads = []
     if gathered is not None:
         turned = gathered().flatten(0, 1).t()
@@ -80,7 +81,7 @@ def scaled_row(
     is 0."""
     ranks = group_named(group)
     partial_sum = multiplied(values.flatten(0, 1), scale, matrix, matrix_scale, dtype).view(*values.shape[:2], -1)
-    return (reduce_scatter_sequence(partial_sum, ranks) if length else all_reduce(partial_sum, ranks))()
+    return sum_sequence(partial_sum, length, ranks)()
 
 
 @largest.register_fake
@@ -96,11 +97,8 @@ def _(
 
 
 @scaled_columns_backward.register_fake
-def _(
-    along: list[Tensor], along_scales: list[Tensor], matrices: list[Tensor], scales: list[Tensor],
-    across: list[Tensor], across_scales: list[Tensor], values: Tensor, scale: Tensor,
-    group: str, length: int, dtype: torch.dtype,
-) -> list[Tensor]:  # fmt: skip
+def _(*factors: Any) -> list[Tensor]:
+    across, _, values, *_, dtype = factors[4:]
     return [values.new_empty(size, dtype=dtype) for size in (values.shape, *((len(grad), values.shape[-1]) for grad in across))]
 
 

@@ -16,6 +16,7 @@ it chooses dtypes operation by operation, casts in every micro-batch, and does n
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -66,12 +67,17 @@ def _record(places: list[Replaced], *unused: object) -> None:
         place.use(_Cast.apply(place.parameter, place.copy))  # pyright: ignore[reportArgumentType]
 
 
+@dataclass
 class Replaced:
     """Parameter, the module and attribute name that read it, and the copy read instead."""
 
-    def __init__(self, module: nn.Module, name: str, parameter: nn.Parameter, copy: Tensor):
-        self.module, self.name, self.parameter, self.copy = module, name, parameter, copy
-        self.use(copy)
+    module: nn.Module
+    name: str
+    parameter: nn.Parameter
+    copy: Tensor
+
+    def __post_init__(self) -> None:
+        self.use(self.copy)
 
     def use(self, tensor: Tensor) -> None:
         """Set `tensor` as an instance attribute, which hides the parameter of that name from the module's own code only."""

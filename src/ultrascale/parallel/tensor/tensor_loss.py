@@ -16,8 +16,7 @@ target.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -26,14 +25,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ultrascale.kernels.choice.device_kind import is_cuda, kind_of
-from ultrascale.kernels.loss.cross_entropy_columns import IGNORED, loss_by_columns
+from ultrascale.kernels.choice.wide import wide_dtype
+from ultrascale.kernels.loss.cross_entropy_columns import IGNORED, KeptGradients, compiled_once, loss_by_columns
 from ultrascale.parallel.tensor.tensor_ops import TensorParallel
-from ultrascale.parallel.tensor.tensor_traffic import (
-    all_gather_sequence,
-    all_gather_stacked,
-    all_reduce,
-    reduce_scatter_sequence,
-)
+from ultrascale.parallel.tensor.tensor_traffic import all_gather_sequence, all_gather_stacked, sum_sequence
 from ultrascale.torch_private import assert_on_device
 from ultrascale.work.sharding.places import even_part
 from ultrascale.work.work import chunk_rows, slab_columns
@@ -66,7 +61,7 @@ def vocabulary_cross_entropy(
     largest = even_part(vocab_size, tp.group.size(), 0)[1]
     rows = chunk_rows(targets.numel(), largest, kind_of(hidden))
     columns = slab_columns(targets.numel(), largest, hidden.itemsize, kind_of(hidden))
-    fused = compiled and torch.is_grad_enabled() and (is_cuda(hidden) or hidden.dtype != _wide(hidden))
+    fused = compiled and torch.is_grad_enabled() and (is_cuda(hidden) or hidden.dtype != wide_dtype(hidden))
     return _Loss.apply(hidden, weight, targets, first, Chunk(rows, columns), tp, fused)  # pyright: ignore[reportReturnType]
 
 
@@ -86,7 +81,7 @@ def _expect_inside(ids: Tensor, vocab_size: int, what: str) -> None:
             raise IndexError(f"{what} is {wrong}, outside the vocabulary of {vocab_size}")
 
 
-class _Loss(torch.autograd.Function):
+class _Loss(KeptGradients):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, first: int, chunk: Chunk, tp: TensorParallel, fused: bool
@@ -99,22 +94,17 @@ class _Loss(torch.autograd.Function):
                 join=partial(all_gather_stacked, group=tp.group), compiled=fused,
             )  # fmt: skip
         elif with_gradients:
-            grad_hidden, grad_weight = torch.empty_like(rows), torch.zeros_like(weight, dtype=_wide(weight))
+            grad_hidden, grad_weight = torch.empty_like(rows), torch.zeros_like(weight, dtype=wide_dtype(weight))
             loss = _sweep(rows, weight, targets, first, chunk.rows, tp.group, fused, grad_hidden, grad_weight)
         else:
             return _sweep(rows, weight, targets, first, chunk.rows, tp.group, fused, None, None)
         if grad_hidden is None or grad_weight is None:
             return loss
         grad_hidden = grad_hidden.view_as(whole)
-        summed = reduce_scatter_sequence(grad_hidden, tp.group) if tp.length else all_reduce(grad_hidden, tp.group)
+        summed = sum_sequence(grad_hidden, tp.length, tp.group)
         narrow = grad_weight.to(weight.dtype)
         ctx.save_for_backward(summed(), narrow)
         return loss
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad_hidden, grad_weight = ctx.saved_tensors
-        return grad_hidden.mul_(grads[0]), grad_weight.mul_(grads[0]), None, None, None, None, None
 
 
 def _sweep(
@@ -129,11 +119,12 @@ def _sweep(
     grad_weight: Tensor | None,
 ) -> Tensor:
     """Loss of hidden [N, D], computed `rows` at a time in reused buffers; fills `grad_hidden` and adds to `grad_weight`."""
-    loss = torch.zeros((), dtype=_wide(hidden), device=hidden.device)
+    loss = torch.zeros((), dtype=wide_dtype(hidden), device=hidden.device)
     buffer = hidden.new_empty(rows, len(weight))
     wide_buffer = torch.empty_like(buffer, dtype=loss.dtype) if buffer.dtype != loss.dtype else buffer
     product = torch.empty_like(weight) if buffer is not wide_buffer and grad_weight is not None else None
-    to_exponentials, to_gradient = _passes(fused)
+    passes = (_to_exponentials, _to_gradient)
+    to_exponentials, to_gradient = map(compiled_once, passes) if fused else passes
     for start in range(0, len(hidden), rows):
         part = slice(start, start + rows)
         chunk_hidden, chunk_targets = hidden[part], targets[part].unsqueeze(1)
@@ -181,15 +172,3 @@ def _to_exponentials(logits: Tensor) -> tuple[Tensor, Tensor]:
 def _to_gradient(exponentials: Tensor, scale: Tensor) -> None:
     """Turn exponentials relative to this rank's maxima into probabilities, in place."""
     exponentials.mul_(scale)
-
-
-@cache
-def _passes(fused: bool) -> tuple[Callable[[Tensor], tuple[Tensor, Tensor]], Callable[[Tensor, Tensor], None]]:
-    if not fused:
-        return _to_exponentials, _to_gradient
-    # Not at import: loading the compiler takes a second and 100 MB.
-    return torch.compile(_to_exponentials, dynamic=False), torch.compile(_to_gradient, dynamic=False)
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32

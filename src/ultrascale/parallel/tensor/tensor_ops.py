@@ -31,8 +31,9 @@ from torch import Tensor
 from torch.library import custom_op
 from torch.nn import functional as F
 
+from ultrascale.kernels.choice.wide import at_least_fp32
 from ultrascale.parallel.tensor.tensor_overlap import gathered_products, overlaps, scattered_product
-from ultrascale.parallel.tensor.tensor_traffic import all_gather_sequence, all_reduce, reduce_scatter_sequence
+from ultrascale.parallel.tensor.tensor_traffic import all_gather_sequence, sum_sequence
 from ultrascale.torch_private import group_named
 from ultrascale.work.sharding.places import even_part
 
@@ -56,7 +57,7 @@ def column_products_backward(
     ranks = group_named(group)
     gathered = all_gather_sequence(hidden, length, ranks) if length and want_weights else None
     grad = _sum_of_products(grads, weights)
-    summed = reduce_scatter_sequence(grad, ranks) if length else all_reduce(grad, ranks)
+    summed = sum_sequence(grad, length, ranks)
     weight_grads = []
     if want_weights:
         rows = (hidden if gathered is None else gathered()).flatten(0, 1)
@@ -72,7 +73,7 @@ def row_product(inner: Tensor, weight: Tensor, group: str, length: int) -> Tenso
     if overlaps(inner, group, length, ranks.size()):
         return scattered_product(inner, weight, group)
     product = F.linear(inner, weight)
-    return (reduce_scatter_sequence(product, ranks) if length else all_reduce(product, ranks))()
+    return sum_sequence(product, length, ranks)()
 
 
 @custom_op("ultrascale::gathered_sequence", mutates_args=())
@@ -84,8 +85,7 @@ def gathered_sequence(part: Tensor, group: str, length: int) -> Tensor:
 @custom_op("ultrascale::summed", mutates_args=())
 def summed(whole: Tensor, group: str, length: int) -> Tensor:
     """Sum over ranks of [B, S, ...]: reduce-scattered to [B, S/tp, ...], or all-reduced where `length` is 0."""
-    ranks = group_named(group)
-    return (reduce_scatter_sequence(whole, ranks) if length else all_reduce(whole.clone(), ranks))()
+    return sum_sequence(whole if length else whole.clone(), length, group_named(group))()
 
 
 @column_products.register_fake
@@ -267,7 +267,7 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, group: str, size: int, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
+        wide = at_least_fp32(x)
         squares = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()  # [B, S, 1]
         inverse_rms = summed(squares, group, 0).div(size * x.shape[-1]).add_(eps).rsqrt_()  # recomputation keeps the sum
         ctx.save_for_backward(x, weight, inverse_rms)
@@ -277,7 +277,7 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, inverse_rms = ctx.saved_tensors
-        grad, wide = (tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float() for tensor in (grads[0], x))
+        grad, wide = at_least_fp32(grads[0]), at_least_fp32(x)
         normed = wide * inverse_rms
         grad_weight = (grad * normed).flatten(0, -2).sum(0).to(weight.dtype)
         grad_normed = grad * weight

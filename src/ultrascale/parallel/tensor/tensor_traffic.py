@@ -87,6 +87,11 @@ def all_reduce(whole: Tensor, group: dist.ProcessGroup) -> Finish:
     return _then(lambda: _add(received), Exchange([whole] * _PAIR, received, group, Tag.SEQUENCE_SUMS), group)
 
 
+def sum_sequence(whole: Tensor, length: int, group: dist.ProcessGroup) -> Finish:
+    """Start a sum over ranks: a reduce-scatter, or where `length` is 0 an all-reduce."""
+    return reduce_scatter_sequence(whole, group) if length else all_reduce(whole, group)
+
+
 def all_gather_stacked(local: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Blocking all-gather of a small tensor, stacked: [...] to [tp, ...]."""
     if has_collectives(local):

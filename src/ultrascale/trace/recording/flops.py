@@ -15,7 +15,9 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from ultrascale.kernels.fp8.fp8_grouped import scaled_groups, scaled_outer_groups
 
 _aten = torch.ops.aten
-Formula = Callable[[tuple[Any, ...], dict[str, Any], Any], int]
+Arguments = tuple[Any, ...]
+Options = dict[str, Any]
+Formula = Callable[[Arguments, Options, Any], int]
 
 
 def _of_torch(packet: Any) -> Formula:
@@ -23,50 +25,40 @@ def _of_torch(packet: Any) -> Formula:
     return lambda args, options, result: formula(*args, **options, out_val=result)
 
 
-def _mm(args: tuple[Any, ...], options: dict[str, Any], result: Any) -> int:
-    left, right = args[0], args[1]
-    return 2 * left.shape[0] * left.shape[1] * right.shape[1]
-
-
-def _added_mm(args: tuple[Any, ...], options: dict[str, Any], result: Any) -> int:
-    return _mm(args[1:], options, result)
-
-
-def _linear(args: tuple[Any, ...], options: dict[str, Any], result: Any) -> int:
-    return 2 * result.numel() * args[0].shape[-1]
-
-
-def _grouped(args: tuple[Any, ...], options: dict[str, Any], result: Any) -> int:
+def _mm(args: Arguments, options: Options, result: Any) -> int:
     left, right = args[0], args[1]
     return 2 * left.shape[0] * left.shape[1] * right.shape[-1]
 
 
-def _scaled_groups(args: tuple[Any, ...], options: dict[str, Any], result: Any) -> int:
-    return 2 * result.numel() * args[0].shape[1]
+def _added_mm(args: Arguments, options: Options, result: Any) -> int:
+    return _mm(args[1:], options, result)
 
 
-def _scaled_outer_groups(args: tuple[Any, ...], options: dict[str, Any], result: Any) -> int:
-    left, _, right = args[:3]
-    return 2 * left.shape[0] * left.shape[1] * right.shape[1]
+def _linear(args: Arguments, options: Options, result: Any) -> int:
+    return 2 * result.numel() * args[0].shape[-1]
 
 
-def _attention(args: tuple[Any, ...], options: dict[str, Any], result: Any) -> int:
+def _scaled_outer_groups(args: Arguments, options: Options, result: Any) -> int:
+    return _mm(args[::2], options, result)
+
+
+def _attention(args: Arguments, options: Options, result: Any) -> int:
     query, key, value = args[:3]
     return sdpa_flop_count(query.shape, _repeated(key, query), _repeated(value, query))
 
 
-def _attention_backward(args: tuple[Any, ...], options: dict[str, Any], result: Any) -> int:
+def _attention_backward(args: Arguments, options: Options, result: Any) -> int:
     grad, query, key, value = args[:4]
     return sdpa_backward_flop_count(grad.shape, query.shape, _repeated(key, query), _repeated(value, query))
 
 
-def _span_attention(args: tuple[Any, ...], options: dict[str, Any], result: Any) -> int:
+def _span_attention(args: Arguments, options: Options, result: Any) -> int:
     """FLOPs over the full square of each sequence, since document boundaries do not show in shapes."""
     query, _, value, _, _, longest = args[:6]
     return 2 * query.shape[0] * query.shape[1] * longest * (query.shape[2] + value.shape[2])
 
 
-def _span_attention_backward(args: tuple[Any, ...], options: dict[str, Any], result: Any) -> int:
+def _span_attention_backward(args: Arguments, options: Options, result: Any) -> int:
     _, query, _, value, _, _, _, _, longest = args[:9]
     return 2 * query.shape[0] * query.shape[1] * longest * (3 * query.shape[2] + 2 * value.shape[2])
 
@@ -82,8 +74,8 @@ FLOPS: dict[Any, Formula] = {packet: _of_torch(packet) for packet in flop_regist
     _aten.addmm_: _added_mm,
     _aten.linear: _linear,
     _aten.matmul: _linear,
-    _aten._grouped_mm: _grouped,
-    scaled_groups._opoverload.overloadpacket: _scaled_groups,
+    _aten._grouped_mm: _mm,
+    scaled_groups._opoverload.overloadpacket: _linear,
     scaled_outer_groups._opoverload.overloadpacket: _scaled_outer_groups,
     _aten._scaled_dot_product_flash_attention: _attention,
     _aten._scaled_dot_product_efficient_attention: _attention,

@@ -24,6 +24,7 @@ from torch.distributed.tensor import debug
 from torch.nn import functional as F
 
 from ultrascale.kernels.choice.device_kind import Kind, meta_stands_for
+from ultrascale.kernels.choice.wide import wide_dtype
 from ultrascale.parallel import apply
 from ultrascale.parallel.mesh import Ranks
 from ultrascale.torch_private import FakeProcessGroup, FakeWork, FSDPParam, FSDPParamGroup, HashStore, fsdp_modules
@@ -215,7 +216,7 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        rows = x.new_empty((*x.shape[:-1], 1), dtype=torch.promote_types(x.dtype, torch.float32))
+        rows = x.new_empty((*x.shape[:-1], 1), dtype=wide_dtype(x))
         ctx.save_for_backward(x, weight, rows)
         return torch.empty_like(x, memory_format=torch.contiguous_format)
 

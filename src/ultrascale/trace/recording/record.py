@@ -100,7 +100,7 @@ class RankTrace:
         """Live bytes after each change."""
         return list(accumulate(change for _, _, change in self.changes))
 
-    def peak_at(self, step: int | None = None) -> int:
+    def peak_at(self, step: int | None) -> int:
         """Index of the change after which the peak is reached, in one step or in all."""
         totals, first = self.totals(), 0
         indices: range | list[int] = range(len(totals))
@@ -119,11 +119,6 @@ class RankTrace:
         starts = [mark.tick for mark in self.marks if mark.step == step and mark.phase != "between"]
         later = [mark.tick for mark in self.marks if mark.step > step and mark.phase != "between"]
         return min(starts, default=0), min(later, default=self.ticks + 1)
-
-    def last_before(self, step: int, phase: str) -> int:
-        """Index of the last change before a phase of a step begins."""
-        tick = next(mark.tick for mark in self.marks if (mark.step, mark.phase) == (step, phase))
-        return max(index for index, (changed_at, _, _) in enumerate(self.changes) if changed_at <= tick)
 
     def alive_at(self, index: int) -> list[tuple[Block, int]]:
         """Storages live after a change, with their category at that time, and their bytes; the largest first."""

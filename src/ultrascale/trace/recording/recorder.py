@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ultrascale.kernels.fp8 import fp8_matrices as fp8
-from ultrascale.measure.memory import LiveMemory
+from ultrascale.measure.memory import LiveMemory, storage_of
 from ultrascale.parallel import all_to_all
 from ultrascale.parallel.activations import recompute
 from ultrascale.parallel.activations.host_memory import is_on_host
@@ -227,10 +227,6 @@ class Storages(LiveMemory):
                 self._undo += [block.register_forward_pre_hook(enter).remove, block.register_forward_hook(leave).remove]
 
 
-def storage_of(tensor: Tensor) -> torch.UntypedStorage:
-    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).untyped_storage()
-
-
 _aten = torch.ops.aten
 PRETENDED_NUMBER = 2.0
 """Value of every number that the trainer reads from the device: as a norm above any limit, so gradients are clipped."""
@@ -245,8 +241,8 @@ class TraceError(RuntimeError):
 class Recorder(Storages):
     """Records operations, messages and FLOPs while it is entered, and storages from `watch` on."""
 
-    def __init__(self, trace: RankTrace, *, is_real: bool = False, stream_name: Callable[[], str] = lambda: "compute"):
-        super().__init__(trace, is_real=is_real, stream_name=stream_name)
+    def __init__(self, trace: RankTrace, **options: Any):
+        super().__init__(trace, **options)
         self._handlers: dict[Any, Handler] = {}
         self._known: dict[Any, Any] = {}
         self._flops_of: dict[Any, int] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 from rich.console import Console
 from rich.table import Table
@@ -44,8 +45,8 @@ def show_trace(
         console.print("of one step alone there is no plan to compare with: a step differs from the first one\n")
     by_messages = any(row.planned and row.planned.count and not row.traced.count for row in comparison.traffic)
     tables = (
-        _memory_table(comparison), _traffic_table(comparison, tier), _lines_table(trace, step),
-        _flops_table(trace, comparison, step), *[_islands_table(comparison)] * bool(comparison.islands),
+        _rows_table("memory at the peak", comparison.memory), _traffic_table(comparison, tier), _lines_table(trace, step),
+        _flops_table(trace, comparison, step), *[_rows_table("between islands", comparison.islands)] * bool(comparison.islands),
     )  # fmt: skip
     for table in tables:
         console.print(table)
@@ -94,18 +95,11 @@ def show_parts(parts: list[Part], edits: list[Edit], total: int, console: Consol
     console.print(table)
 
 
-def _memory_table(comparison: Comparison) -> Table:
-    table = _table("memory at the peak", "traced", "planned", "difference", right=(1, 2, 3))
-    for row in comparison.memory:
+def _rows_table(what: str, rows: Iterable[Row]) -> Table:
+    table = _table(what, "traced", "planned", "difference", right=(1, 2, 3))
+    for row in rows:
         style = "bold" if row.name == "peak" else ""
         table.add_row(row.name, format_bytes(row.traced), _bytes(row.planned), format_percent(row.percent), style=style)
-    return table
-
-
-def _islands_table(comparison: Comparison) -> Table:
-    table = _table("between islands", "traced", "planned", "difference", right=(1, 2, 3))
-    for row in comparison.islands:
-        table.add_row(row.name, format_bytes(row.traced), _bytes(row.planned), format_percent(row.percent))
     return table
 
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any
 
 from ultrascale.checkpoint import CheckpointError, check_writable
 from ultrascale.checkpoint.coordination import Coordinator
@@ -19,11 +18,10 @@ from ultrascale.checkpoint.disk.nodes import NodeDisks, find_disks
 from ultrascale.config.resolve import run_from_toml
 from ultrascale.description.problems import SpecError
 from ultrascale.description.run import Run
-from ultrascale.storage import ConflictError, MissingError, StorageError, Store, Version
+from ultrascale.storage import ConflictError, MissingError, Store, Version
 from ultrascale.train.folder.resume import decisive_parts
 from ultrascale.train.folder.run_folder import RunFolder
 
-T = TypeVar("T")
 CLAIM = "run.json"
 LOCAL = ".store.json"
 """File in the run's folder: the run of the store that it belongs to, and the last start whose history it holds."""
@@ -39,20 +37,20 @@ def take_over(store: Store, run: Run, folder: RunFolder, *, allow_changes: bool 
     if claimed is not None:
         _expect_same_id(store, folder, claimed["run_id"])
         _expect_same_run(store, run, ("batch",) if allow_changes else ("model", "batch"))
-    run_id = claimed["run_id"] if claimed is not None else _known(folder).get("run_id") or uuid.uuid4().hex
+    run_id = claimed["run_id"] if claimed is not None else known_store(folder).get("run_id") or uuid.uuid4().hex
     writer = uuid.uuid4().hex
     try:
         published = store.publish(CLAIM, json.dumps({"run_id": run_id, "writer": writer}).encode(), replacing=version)
     except ConflictError as error:
         raise CheckpointError(f"{store.url}: another process is starting this run at this moment. Start it once.") from error
     store.hold(CLAIM, published)
-    if claimed is not None and _known(folder).get("writer") != claimed["writer"]:
+    if claimed is not None and known_store(folder).get("writer") != claimed["writer"]:
         _bring_history(store, folder)
     folder.write_json(LOCAL, {"run_id": run_id, "writer": writer})
     return writer
 
 
-def _known(folder: RunFolder) -> dict[str, Any]:
+def known_store(folder: RunFolder) -> dict[str, Any]:
     """Record in the folder of a run of a store and a start; empty if there is none."""
     local = folder.read_json(LOCAL)
     return local if isinstance(local, dict) else {}
@@ -60,7 +58,7 @@ def _known(folder: RunFolder) -> dict[str, Any]:
 
 def _expect_same_id(store: Store, folder: RunFolder, run_id: str) -> None:
     """Raises CheckpointError if the folder belongs to another run than the store."""
-    known = _known(folder).get("run_id")
+    known = known_store(folder).get("run_id")
     if known != run_id and (known is not None or candidates(folder.checkpoints)):
         problem = f"{store.url} holds another run than {folder.path}"
         raise CheckpointError(f"{problem}. Give this one a --name of its own, or another checkpoint.store.")
@@ -92,7 +90,7 @@ def join_disks(store: Store, folder: RunFolder, ranks: Coordinator, writer: str)
         folder.write_json(LOCAL, {"run_id": claim["run_id"]})
 
     if not disks.are_shared:
-        ranks.agree("joining the run's store", lambda: as_checkpoint_error(join) if disks.leads else None)
+        ranks.agree("joining the run's store", lambda: join() if disks.leads else None)
     return disks
 
 
@@ -124,11 +122,3 @@ def _expect_same_run(store: Store, run: Run, parts: tuple[str, ...]) -> None:
     if differing:
         problem = f"holds another run: its {' and '.join(differing)} {'is' if len(differing) == 1 else 'are'} not this one's"
         raise CheckpointError(f"{store.url} {problem}. Give this run a --name of its own, or another checkpoint.store.")
-
-
-def as_checkpoint_error(work: Callable[[], T]) -> T:
-    """Result of `work`. Converts a StorageError to CheckpointError, which ranks report to each other."""
-    try:
-        return work()
-    except StorageError as error:
-        raise CheckpointError(str(error)) from error

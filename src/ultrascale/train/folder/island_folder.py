@@ -29,7 +29,7 @@ def _number(run: Run, island: int | None) -> int:
     return bisect_right([*accumulate(run.worlds)], env_rank())
 
 
-def of_island(run: Run, island: int | None = None) -> Run:
+def of_island(run: Run, island: int | None) -> Run:
     """`run` as this process's island trains it. The first island uses the run's folder, evaluates and exports. Every other
     island keeps its checkpoints and metrics in `islands/N` (also in the run's store), so that islands need no shared file
     system.

@@ -22,7 +22,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -150,15 +150,13 @@ class RunFolder:
                     time.sleep(LOOK_SECONDS)
             yield claimed
 
-    @contextmanager
-    def owned(self) -> Iterator[RunFolder]:
+    def owned(self) -> AbstractContextManager[RunFolder]:
         """Context in which no other process may own this folder; the operating system frees the lock when the process ends.
         Yields the folder, claimed.
 
         Raises SpecError if another process owns it: two runs in one folder would mix their metrics and checkpoints.
         """
-        with self._claimed(RANK_LOCK) as claimed:
-            yield claimed
+        return self._claimed(RANK_LOCK)
 
     @contextmanager
     def _claimed(self, lock: str) -> Iterator[RunFolder]:

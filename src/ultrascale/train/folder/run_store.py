@@ -54,7 +54,7 @@ from ultrascale.parallel.mesh import Ranks
 from ultrascale.parallel.time_limits import SLOW_SECONDS
 from ultrascale.run_rows import event_line
 from ultrascale.storage import DamagedError, MissingError, Part, StorageError, Store, join_url, open_store
-from ultrascale.train.folder.claim import LOCAL, as_checkpoint_error, join_disks, read_claim, take_over
+from ultrascale.train.folder.claim import LOCAL, join_disks, known_store, read_claim, take_over
 from ultrascale.train.folder.run_folder import RunFolder
 from ultrascale.train.session.moments import LoopObserver, Outcome, Session, StepDone
 
@@ -78,12 +78,21 @@ def opened_store(run: Run, ranks: Ranks, folder: RunFolder, *, allow_changes: bo
     store = open_store(join_url(run.checkpoint.store, run.name), to_write=True)
     with coordinating(ranks.host_group, always_new_group=True) as coordinator:
         taking = partial(take_over, store, run, folder, allow_changes=allow_changes)
-        writer = coordinator.on_rank_0("taking the run over", lambda: as_checkpoint_error(taking))
+        writer = coordinator.on_rank_0("taking the run over", taking)
         run_store = RunStore(store, run, folder, coordinator, writer, join_disks(store, folder, coordinator, writer))
         try:
             yield run_store
         finally:
             run_store.close()
+
+
+@contextmanager
+def as_checkpoint_errors() -> Iterator[None]:
+    """Context in which a StorageError becomes a CheckpointError."""
+    try:
+        yield
+    except StorageError as error:
+        raise CheckpointError(str(error)) from error
 
 
 @dataclass(frozen=True)
@@ -125,7 +134,7 @@ class RunStore(LoopObserver):
         while True:
             on_disk = search(root, process_group=process_group)
             step = -1 if on_disk.folder is None else next(c.step for c in candidates(root) if c.path == on_disk.folder)
-            fetched = self._ranks.on_rank_0(LOOKING, partial(as_checkpoint_error, partial(self._fetch_newer, root, step)))
+            fetched = self._ranks.on_rank_0(LOOKING, partial(self._fetch_newer, root, step))
             if not fetched:
                 rejected = () if on_disk.folder is not None else tuple(self._rejected)
                 return Search(on_disk.folder, (*on_disk.rejected, *rejected))
@@ -141,7 +150,7 @@ class RunStore(LoopObserver):
         damaged: list[Rejected] = []
         rejected: list[Rejected] = []
         while True:
-            step = ranks.on_rank_0(LOOKING, partial(as_checkpoint_error, partial(self._next_step, rejected)))
+            step = ranks.on_rank_0(LOOKING, partial(self._next_step, rejected))
             while unsent and (step is None or unsent[0][0] > step):
                 number, save_id, shares = unsent.pop(0)
                 folder = step_folder(root, number)
@@ -154,7 +163,7 @@ class RunStore(LoopObserver):
             if step is None:
                 return Search(None, (*damaged, *rejected))
             share = self._share(step, reads)
-            bring = partial(as_checkpoint_error, partial(self._bring, step, root, share)) if lead else str
+            bring = partial(self._bring, step, root, share) if lead else str
             problems = ranks.broadcast(ranks.gather(ranks.agree(LOOKING, bring)))
             problem = next((text for text in problems if text), "")
             if not problem:
@@ -166,7 +175,7 @@ class RunStore(LoopObserver):
         """Shards of the store's checkpoint that belong on the disk that this rank leads; None, for all of them, if the
         checkpoint cannot be read, which `_bring` then reports. Collective."""
         ranks = self._ranks
-        text = ranks.on_rank_0(LOOKING, partial(as_checkpoint_error, partial(self._manifest_text, step)))
+        text = ranks.on_rank_0(LOOKING, partial(self._manifest_text, step))
         if not text:
             return None
         manifest = decode(text.encode("ascii"), self.store.where(key_of(step)))
@@ -236,14 +245,15 @@ class RunStore(LoopObserver):
         self._lines.append(f"step {step} came from {self.store.url}{shards}")
         return ""
 
+    @as_checkpoint_errors()
     def bring_newest(self) -> None:
         """Download all of the store's newest checkpoint to this node's disk, for one rank that reads it alone, such as an
         export.
 
         Raises CheckpointError.
         """
-        if not self.disks.are_shared and (step := as_checkpoint_error(partial(self._next_step, []))) is not None:
-            problem = as_checkpoint_error(partial(self._bring, step, self.folder.checkpoints))
+        if not self.disks.are_shared and (step := self._next_step([])) is not None:
+            problem = self._bring(step, self.folder.checkpoints)
             if problem:
                 raise CheckpointError(problem)
 
@@ -251,7 +261,7 @@ class RunStore(LoopObserver):
         """Upload the checkpoint that the run resumes from, if an earlier start could not. Collective."""
         if newest is None:
             return
-        lacking = self._ranks.on_rank_0(LOOKING, lambda: as_checkpoint_error(lambda: self._lacks(newest)))
+        lacking = self._ranks.on_rank_0(LOOKING, lambda: self._lacks(newest))
         if lacking:
             self._send(newest, resuming=True)
         else:
@@ -282,8 +292,7 @@ class RunStore(LoopObserver):
     def after_step(self, session: Session, done: StepDone) -> None:
         """Log messages of uploads since the last step."""
         lines, self._lines = self._lines, []
-        for line in lines:
-            session.metrics.line(line)
+        session.metrics.lines(lines)
 
     def ended(self, session: Session, outcome: Outcome) -> None:
         """Ensure that the last checkpoint is in the store. Collective; raises CheckpointError."""
@@ -297,12 +306,15 @@ class RunStore(LoopObserver):
             raise CheckpointError(f"{newest} is whole, but is not in {self.store.url}: {self._failure}")
         self.write_node_event("stop" if outcome.stopped else "end", outcome.steps_done)
 
+    @as_checkpoint_errors()
     def keep_export(self, export: Path) -> None:
         """Upload the exported folder, and the small files in their final state. On rank 0, after `ended`.
 
         Raises CheckpointError.
         """
-        as_checkpoint_error(lambda: (put_folder(self.store, "export", export), self._keep_small_files(), self.store.flush()))
+        put_export(self.store, export)
+        self._keep_small_files()
+        self.store.flush()
 
     def close(self) -> None:
         """Leave an unfinished upload to the next start."""
@@ -333,9 +345,9 @@ class RunStore(LoopObserver):
     def _upload_and_publish(self, folder: Path, resuming: bool, upload: Upload | None = None) -> None:
         """Upload and publish the shards of a checkpoint that ranks wrote, or `upload`. Collective; raises CheckpointError."""
         ranks, doing = self._ranks, f"keeping {folder.name} in {self.store.url}"
-        mine = ranks.agree(doing, lambda: as_checkpoint_error(lambda: self._upload_mine(folder, resuming, upload)))
+        mine = ranks.agree(doing, lambda: self._upload_mine(folder, resuming, upload))
         gathered = ranks.gather((mine, self.store.take_pending() if ranks.rank else {})) or []
-        ranks.on_rank_0(doing, lambda: as_checkpoint_error(lambda: self._publish(folder, gathered, upload)))
+        ranks.on_rank_0(doing, lambda: self._publish(folder, gathered, upload))
         self._uploaded, self._failure = folder, None
 
     def _upload_mine(self, folder: Path, resuming: bool, upload: Upload | None) -> dict[str, list[list[int]]]:
@@ -382,11 +394,11 @@ class RunStore(LoopObserver):
             raise CheckpointError(f"{self.store.url} was taken over by another start of this run. Stop one of the two.")
 
 
-def put_folder(store: Store, prefix: str, folder: Path) -> None:
-    """Upload every file of a folder and its subfolders; `config.json`, which readers look for first, is uploaded last."""
+def put_export(store: Store, folder: Path) -> None:
+    """Upload every file of an exported folder; `config.json`, which readers look for first, comes last."""
     files = sorted((path for path in folder.rglob("*") if path.is_file()), key=lambda path: (path.name == "config.json", path))
     for path in files:
-        store.write_file("/".join(part for part in (prefix, path.relative_to(folder).as_posix()) if part), path)
+        store.write_file(f"export/{path.relative_to(folder).as_posix()}", path)
 
 
 def fetch_run(url: str, into: Path) -> Path:
@@ -404,8 +416,7 @@ def fetch_run(url: str, into: Path) -> Path:
     if claim is None or not base:
         raise mistake(url, "holds no run", "Give the place of a run's folder, STORE/NAME.")
     folder = RunFolder(into / name)
-    local = folder.read_json(LOCAL)
-    if folder.path.exists() and (not isinstance(local, dict) or local.get("run_id") != claim["run_id"]):
+    if folder.path.exists() and known_store(folder).get("run_id") != claim["run_id"]:
         rule = f"is there and is not the run that {url} holds"
         raise mistake(str(folder.path), rule, "Give --folder another place on this machine.")
     if not (folder.path / "run.toml").exists():

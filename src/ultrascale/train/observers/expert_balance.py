@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,9 +12,6 @@ from ultrascale.models.experts import take_load, update_expert_bias
 from ultrascale.parallel.mesh import Ranks
 from ultrascale.parallel.share import Share
 from ultrascale.train.step import Observer, Step
-
-if TYPE_CHECKING:
-    from ultrascale.train.trainer import Trainer
 
 
 class ExpertBalance(NamedTuple):
@@ -93,9 +90,6 @@ def _take_loads(share: Share) -> Iterable[tuple[dict[int, Tensor], Tensor]]:
 
 class BalancedExperts(Observer):
     """Updates the biases that balance the experts' loads, after an update of the weights."""
-
-    def __init__(self, trainer: Trainer):
-        self.trainer = trainer
 
     def updated(self, step: Step) -> None:
         """Sum the loads over all ranks and update the biases."""

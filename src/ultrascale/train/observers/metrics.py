@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
@@ -53,21 +53,16 @@ class Metrics:
         """Record the values of the `step`th step of the run. `tables` are stored with them, but not sent to trackers."""
         known = {key: value for key, value in values.items() if value is not None}
         self._append(self.folder.metrics.name, metric_line(step, {"time": time.time(), **known, **(tables or {})}))
-        self._print_lines(self.follower.lines() if self.follower is not None else [])
+        self.lines(self.follower.lines() if self.follower is not None else [])
 
     def event(self, kind: str, **facts: Any) -> None:
         """Add a row to events.jsonl."""
         self._append("events.jsonl", event_line({**stamp(), "event": kind, **facts}))
 
-    def save_failed(self, step: int, message: str) -> None:
-        """Report that a checkpoint could not be written."""
+    def problem(self, kind: str, step: int, message: str) -> None:
+        """Report a problem with checkpoints, on the console and as an event."""
         self.line(message)
-        self.event("save failed", step=step, cause=message)
-
-    def checkpoints_lost(self, step: int, message: str) -> None:
-        """Report that the folder of the checkpoints was removed or replaced."""
-        self.line(message)
-        self.event("checkpoints lost", step=step, cause=message)
+        self.event(kind, step=step, cause=message)
 
     def report(self, name: str, value: Any) -> None:
         """Replace a JSON file of the run's folder."""
@@ -81,6 +76,11 @@ class Metrics:
         if self.has_console and (why := self._show(text)):
             self._lose_console(why)
 
+    def lines(self, texts: Iterable[str]) -> None:
+        """Print and log lines."""
+        for text in texts:
+            self.line(text)
+
     def advance(self, steps_done: int) -> None:
         """Advance the progress bar."""
         if self.bar is not None and self.has_console:
@@ -89,12 +89,7 @@ class Metrics:
     def close(self) -> None:
         """Remove the bar from the terminal and let trackers finish."""
         self._stop_bar()
-        self._print_lines(self.follower.close() if self.follower is not None else [])
-
-    def _print_lines(self, texts: Sequence[str]) -> None:
-        """Print the trackers' messages."""
-        for text in texts:
-            self.line(text)
+        self.lines(self.follower.close() if self.follower is not None else [])
 
     def _show(self, text: str) -> str:
         """Print a line on the console. Returns an empty string, or why that failed."""

@@ -9,15 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import isfinite
-from typing import TYPE_CHECKING
 
 import torch
 
 from ultrascale.train.optimizers.gradients import watched_gradients
 from ultrascale.train.step import Observer, Step
-
-if TYPE_CHECKING:
-    from ultrascale.train.trainer import Trainer
 
 
 class NoiseScale:
@@ -67,9 +63,6 @@ class NoiseMeasured(Observer):
     `step.sums` holds, over this rank's micro-batches that have targets: their number, 1 / targets, and the squared norm of the
     gradient of their mean loss.
     """
-
-    def __init__(self, trainer: Trainer):
-        self.trainer = trainer
 
     @property
     def estimate(self) -> NoiseScale:

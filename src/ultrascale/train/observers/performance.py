@@ -74,7 +74,7 @@ class Performance(LoopObserver):
         """Add the values of a step."""
         result, run = done.result, self.run
         gradients = result.gradients
-        tokens = gradients.num_sequences * run.batch.sequence_length
+        tokens = gradients.span.num_sequences * run.batch.sequence_length
         values: Row = {
             "train/loss": gradients.loss if isfinite(gradients.loss) else None,
             "train/grad_norm": gradients.norm if isfinite(gradients.norm) else None,
@@ -88,7 +88,7 @@ class Performance(LoopObserver):
             values |= {"train/loss_scale": gradients.loss_scale}
         if gradients.loss_scale is not None or result.skipped_steps:
             values |= {"train/skipped_steps": result.skipped_steps}
-        if (balance := result.expert_balance) is not None:
+        if (balance := gradients.expert_balance) is not None:
             values |= {
                 "moe/load_max_over_mean": balance.worst,
                 "moe/load_min_over_mean": balance.idlest,
@@ -154,8 +154,7 @@ class Performance(LoopObserver):
         self._watching.close()
         self.memory = None
         self.metrics.report("memory.json", document("memory", report))
-        for row in rows:
-            self.metrics.line(_memory_line(row))
+        self.metrics.lines(map(_memory_line, rows))
 
     def _plan(self, sequences_per_batch: int, *, steps: int = 1, keeps_timeline: bool = False) -> MemoryPlan:
         device = "cuda" if self.ranks.device.type == "cuda" else "cpu"

@@ -44,7 +44,7 @@ from ultrascale.plan.report import plan_run
 from ultrascale.plan.time.step_parts import parts_at, step_parts
 from ultrascale.run_rows import document
 from ultrascale.train.folder.run_folder import environment
-from ultrascale.train.start.aside import begun_aside, counted_steps, planned_memory, settle, timed_steps
+from ultrascale.train.start.aside import begun_aside, counted_steps, planned_memory, timed_steps
 from ultrascale.train.start.fit import cluster_of
 from ultrascale.train.trainer import Trainer
 
@@ -114,11 +114,11 @@ def _profiled_steps(trainer: Trainer, count: int, path: Path) -> None:
         with profile(activities=activities, schedule=schedule(wait=0, warmup=1, active=count)) as profiler:
             for number in range(count + 1):
                 if number <= 1:
-                    settle(trainer.ranks)
+                    trainer.ranks.settle()
                 with record_function(f"{STEP}{trainer.steps_done + 1}"):
                     trainer.train_step()
                     if number == count:
-                        settle(trainer.ranks)
+                        trainer.ranks.settle()
                 if number < count:
                     profiler.step()
         profiler.export_chrome_trace(str(path))
@@ -226,7 +226,7 @@ def planned_parts(run: Run, device: torch.device) -> tuple[dict[str, float], str
     return parts, f"only what is computed, at {peak.flops_per_second / 1e9:,.0f} GFLOP/s: {peak.origin}"
 
 
-def write_report(report: StepReport, folder: Path, *, pictures: bool = True) -> None:
+def write_report(report: StepReport, folder: Path, *, pictures: bool) -> None:
     """Write `report.json`, and the pictures if they are wanted and matplotlib is installed."""
     (folder / REPORT).write_text(json.dumps(report.to_json(), indent=1) + "\n")
     if not pictures or find_spec("matplotlib") is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from math import isfinite
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -11,9 +10,6 @@ from ultrascale.train.observers.anomalies import AnomalousStepError, NonFiniteEr
 from ultrascale.train.optimizers.gradients import name_bad_gradients, watched_gradients
 from ultrascale.train.session.moments import LoopObserver, Session, StepDone
 from ultrascale.train.step import Observer, Step, forward_backward
-
-if TYPE_CHECKING:
-    from ultrascale.train.trainer import Trainer
 
 NO_TARGET = "no token is a valid target, so there is no loss to train on"
 
@@ -30,9 +26,6 @@ class RefusalLines(LoopObserver):
 
 class RefusedSteps(Observer):
     """Skips an anomalous step, or raises an error with its diagnosis, as `faults.on_anomaly` says."""
-
-    def __init__(self, trainer: Trainer):
-        self.trainer = trainer
 
     def measured(self, step: Step) -> None:
         """Judge the step. Raises AnomalousStepError, or NonFiniteError with the rank and the parameter."""

@@ -60,9 +60,6 @@ def expect_repeatable(trainer: Trainer) -> None:
 class RepeatedSteps(Observer):
     """Runs the passes of every `faults.repeat_every_steps`th step twice."""
 
-    def __init__(self, trainer: Trainer):
-        self.trainer = trainer
-
     def around(self, step: Step, play: Callable[[], None]) -> None:
         """Run the passes once, or twice if that is due."""
         if step.step % (self.trainer.run.faults.repeat_every_steps or 1) == 0:

@@ -37,21 +37,14 @@ from ultrascale.models.initialise import shard_boxes
 from ultrascale.parallel.data.gathered_matrices import spans_over
 from ultrascale.parallel.lost import waiting
 from ultrascale.parallel.share import LocalParameter, Share, local
+from ultrascale.train.optimizers.host_optimizer import adamw_groups
 
 
 class CompactAdamW(torch.optim.Optimizer):
     """AdamW with narrow moments over a share's parameters, in two groups: with and without weight decay."""
 
     def __init__(self, share: Share, settings: Optimizer, kind: Kind, *, seed: int):
-        decayed, undecayed = (
-            [shard for shard in share.local_parameters if shard.weight.decay is wanted] for wanted in (True, False)
-        )
-        groups = [
-            {"params": [shard.parameter for shard in some], "weight_decay": decay}
-            for some, decay in ((decayed, settings.weight_decay), (undecayed, 0.0))
-            if some
-        ]
-        super().__init__(groups, {"lr": settings.learning_rate})
+        super().__init__(adamw_groups(share.local_parameters, settings), {})
         self.settings, self.seed, self.share = settings, seed, share
         self.kind: Kind = kind
         self.shards = {shard.parameter: shard for shard in share.local_parameters}
@@ -80,9 +73,8 @@ class CompactAdamW(torch.optim.Optimizer):
         boxes = [Box(offsets, tuple(box.shape), shard.weight.shape) for offsets, box in local_boxes]
         return Moments(self.state[shard.parameter], *boxes, widest=self._widest(shard))
 
-    def create_state(self, steps_done: int) -> None:
+    def create_state(self) -> None:
         """Give every parameter zero moments."""
-        self.updates_done = steps_done
         for shard in self.shards.values():
             part = local(shard.parameter)
             box = Box(

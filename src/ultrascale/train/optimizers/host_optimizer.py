@@ -21,6 +21,7 @@ same bits.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -28,7 +29,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from ultrascale.parallel.activations.host_memory import host_twin
+from ultrascale.description.run import Optimizer
+from ultrascale.kernels.optimizers.narrow_moments import FIRST, SECOND
+from ultrascale.parallel.activations.host_memory import host_tensor, host_twin
 from ultrascale.parallel.share import LocalParameter, local
 from ultrascale.torch_private import fused_adamw
 
@@ -57,12 +60,15 @@ class HostAdamW(AdamW):
         on_cuda = any(parameter.is_cuda for parameter in layer)
         self.down, self.up = (torch.cuda.Stream(), torch.cuda.Stream()) if on_cuda else (None, None)
 
-    def create_host_state(self, parameter: nn.Parameter, moments: tuple[str, ...]) -> dict[str, Tensor]:
-        """Zero moments, the master, and a buffer for the gradient, on the host."""
-        state = {name: host_twin(parameter) for name in (*moments, MASTER, GRADIENT)}
-        for moment in moments:
-            local(state[moment]).zero_()
-        return state
+    def create_state(self) -> None:
+        """Give every parameter zero moments, a count of updates, the master, and a buffer for the gradient, on the host."""
+        for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
+            count = host_tensor(torch.empty((), dtype=torch.float32, device=parameter.device)).zero_()
+            twins = {name: host_twin(parameter) for name in (FIRST, SECOND, MASTER, GRADIENT)}
+            for moment in (FIRST, SECOND):
+                local(twins[moment]).zero_()
+            self.state[parameter] = {"step": count, **twins}
+        self.read_parameters()
 
     @torch.no_grad()
     def read_parameters(self) -> None:
@@ -108,20 +114,48 @@ class HostAdamW(AdamW):
 class LocalAdamW(AdamW):
     """torch's AdamW with the same state, over parameters of one dtype on one device, sharded or not."""
 
+    def create_state(self) -> None:
+        """Give every parameter zero moments."""
+        for group in self.param_groups:
+            create_moments(group, self.state)
+
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         """Update the parameters that have a gradient."""
         for group in self.param_groups:
-            changed = [parameter for parameter in group["params"] if parameter.grad is not None]
-            states = [self.state[parameter] for parameter in changed]
-            update(group, changed, [parameter.grad for parameter in changed], states)
+            update_changed(group, self.state)
+
+
+def adamw_groups(shards: Sequence[LocalParameter], settings: Optimizer) -> list[dict[str, Any]]:
+    """The parameters that decay and those that do not, with AdamW's settings."""
+    return [
+        {
+            "params": parameters, "weight_decay": decay, "lr": settings.learning_rate,
+            "betas": (settings.beta1, settings.beta2), "eps": settings.eps,
+        }
+        for decays, decay in ((True, settings.weight_decay), (False, 0.0))
+        if (parameters := [shard.parameter for shard in shards if shard.weight.decay is decays])
+    ]  # fmt: skip
+
+
+def create_moments(group: dict[str, Any], states: dict[Tensor, Any]) -> None:
+    """Give the parameters of a group zero moments and a count of updates, as torch's first step would."""
+    for parameter in group["params"]:
+        count = torch.zeros((), dtype=torch.float32, device=parameter.device)
+        states[parameter] = {"step": count, **{moment: torch.zeros_like(parameter) for moment in (FIRST, SECOND)}}
+
+
+def update_changed(group: dict[str, Any], states: dict[Tensor, Any]) -> None:
+    """Update the parameters of a group that have a gradient."""
+    changed = [parameter for parameter in group["params"] if parameter.grad is not None]
+    update(group, changed, [parameter.grad for parameter in changed], [states[parameter] for parameter in changed])
 
 
 def update(group: dict[str, Any], parameters: list[Any], gradients: list[Any], states: list[dict[str, Tensor]]) -> None:
     """Update `parameters` and the moments in their `states` with the settings of `group`; increments each state's "step"."""
     if not parameters:
         return
-    first, second = ([local(state[name]) for state in states] for name in ("exp_avg", "exp_avg_sq"))
+    first, second = ([local(state[name]) for state in states] for name in (FIRST, SECOND))
     beta1, beta2 = group["betas"]
     fused_adamw(
         [local(tensor) for tensor in parameters], [local(tensor) for tensor in gradients], first, second,

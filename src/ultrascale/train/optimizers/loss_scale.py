@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from math import isfinite
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,9 +26,6 @@ from ultrascale.description.run import LossScale
 from ultrascale.parallel.share import local_gradient
 from ultrascale.torch_private import multiply_all
 from ultrascale.train.step import Observer, Step
-
-if TYPE_CHECKING:
-    from ultrascale.train.trainer import Trainer
 
 
 class DynamicScale:
@@ -72,9 +69,6 @@ def unscale(parameters: Iterable[nn.Parameter], scale: float) -> None:
 class LossScaling(Observer):
     """Scales the losses for fp16 and unscales the gradients; skips a step that overflows."""
 
-    def __init__(self, trainer: Trainer):
-        self.trainer = trainer
-
     @property
     def scale(self) -> DynamicScale:
         """The run's loss scale."""
@@ -106,9 +100,6 @@ class LossScaling(Observer):
 
 class DelayedScaling(Observer):
     """Advances the amax history of fp8 (`parallel.precision.fp8_history`) with updates, and only with them."""
-
-    def __init__(self, trainer: Trainer):
-        self.trainer = trainer
 
     def updated(self, step: Step) -> None:
         """Add the amaxes of the passes to the history."""

@@ -22,13 +22,13 @@ from math import sqrt
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim.adamw import adamw
+from torch import Tensor
 
 from ultrascale.description.architecture.weights import is_hidden_matrix
 from ultrascale.description.run import Optimizer
 from ultrascale.parallel.data.gathered_matrices import GatheredMatrices
-from ultrascale.parallel.share import LocalParameter, Share, local
+from ultrascale.parallel.share import Share, local
+from ultrascale.train.optimizers.host_optimizer import adamw_groups, create_moments, update_changed
 from ultrascale.work.sharding.owners import NEWTON_SCHULZ_STEPS
 
 RMS_OF_ADAMW = 0.2
@@ -41,12 +41,8 @@ class Muon(torch.optim.Optimizer):
     def __init__(self, share: Share, settings: Optimizer):
         self.matrices = [shard for shard in share.local_parameters if is_hidden_matrix(shard.weight)]
         others = [shard for shard in share.local_parameters if not is_hidden_matrix(shard.weight)]
-        groups = [
-            {"params": _parameters(self.matrices), "weight_decay": settings.weight_decay},
-            {"params": _parameters([shard for shard in others if shard.weight.decay]), "weight_decay": settings.weight_decay},
-            {"params": _parameters([shard for shard in others if not shard.weight.decay]), "weight_decay": 0.0},
-        ]
-        super().__init__(groups, {"lr": settings.learning_rate})
+        matrices = {"params": [shard.parameter for shard in self.matrices], "weight_decay": settings.weight_decay}
+        super().__init__([matrices, *adamw_groups(others, settings)], {"lr": settings.learning_rate})
         self.settings, self.whole = settings, GatheredMatrices(share, self.matrices)
 
     @torch.no_grad()
@@ -57,7 +53,7 @@ class Muon(torch.optim.Optimizer):
         if self.matrices:
             self._update_matrices(matrices)
         for group in others:
-            self._update_others(group)
+            update_changed(group, self.state)
 
     def _update_matrices(self, group: dict[str, Any]) -> None:
         parts = []
@@ -75,35 +71,18 @@ class Muon(torch.optim.Optimizer):
             parameter.mul_(1 - group["lr"] * group["weight_decay"])
             parameter.add_(update.to(parameter.dtype), alpha=-group["lr"] * update_size(shard.weight.shape))
 
-    def _update_others(self, group: dict[str, Any]) -> None:
-        some = [parameter for parameter in group["params"] if parameter.grad is not None]
-        states = [self.state[parameter] for parameter in some]
-        settings = self.settings
-        adamw(
-            [local(parameter) for parameter in some], [local(p.grad) for p in some],
-            [local(state["exp_avg"]) for state in states], [local(state["exp_avg_sq"]) for state in states], [],
-            [state["step"] for state in states], fused=True, amsgrad=False, beta1=settings.beta1, beta2=settings.beta2,
-            lr=group["lr"], weight_decay=group["weight_decay"], eps=settings.eps, maximize=False,
-        )  # fmt: skip
-
-    def create_state(self, steps_done: int) -> None:
+    def create_state(self) -> None:
         """Give every parameter zero moments."""
         matrices, *others = self.param_groups
         for parameter in matrices["params"]:
             self.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)}
-        for parameter in (parameter for group in others for parameter in group["params"]):
-            count = torch.tensor(float(steps_done), dtype=torch.float32, device=parameter.device)
-            moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-            self.state[parameter] = {"step": count, **moments}
+        for group in others:
+            create_moments(group, self.state)
 
 
 def update_size(shape: Sequence[int]) -> float:
     """Factor on an orthogonal matrix [m, n] (experts: on each of [X, m, n]) in the update, besides the learning rate."""
     return RMS_OF_ADAMW * sqrt(max(shape[-2:]))
-
-
-def _parameters(shards: Sequence[LocalParameter]) -> list[nn.Parameter]:
-    return [shard.parameter for shard in shards]
 
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)

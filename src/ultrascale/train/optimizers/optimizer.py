@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
-from torch.optim import AdamW
 
 from ultrascale.description.architecture.weights import Weight, is_hidden_matrix
 from ultrascale.description.run import Optimizer
 from ultrascale.kernels.optimizers.narrow_moments import FIRST, SECOND, Kind
-from ultrascale.parallel.activations.host_memory import host_tensor
 from ultrascale.parallel.share import LocalParameter, Share, local
 from ultrascale.torch_private import leave_compiler_out
 from ultrascale.train.optimizers.compact_adamw import CompactAdamW
-from ultrascale.train.optimizers.host_optimizer import HostAdamW, LocalAdamW
+from ultrascale.train.optimizers.host_optimizer import HostAdamW, LocalAdamW, adamw_groups
 from ultrascale.train.optimizers.muon import Muon
 
 MOMENTS = (FIRST, SECOND, "momentum_buffer")
@@ -36,56 +32,22 @@ def saved_dtype(weight: Weight, settings: Optimizer, master: torch.dtype) -> tor
 
 
 def build_optimizer(share: Share, settings: Optimizer, *, seed: int = 0) -> torch.optim.Optimizer:
-    """The optimizer that `settings` name. Its state exists from the start (`create_state`), so that it can be saved, loaded and
-    planned at any step. `seed`: for stochastic rounding."""
+    """The optimizer that `settings` name. Its state exists from the start, so that it can be saved, loaded and planned at any
+    step. `seed`: for stochastic rounding."""
     leave_compiler_out()
-    optimizer: torch.optim.Optimizer
+    optimizer: Muon | CompactAdamW | HostAdamW | LocalAdamW
     if settings.name == "muon":
         optimizer = Muon(share, settings)
     elif settings.name in KINDS:
         optimizer = CompactAdamW(share, settings, KINDS[settings.name], seed=seed)
+    elif share.layout.offload_optimizer:
+        optimizer = HostAdamW(adamw_groups(share.local_parameters, settings), share.local_parameters, fused=True)
     else:
-        optimizer = _adamw(share, settings)
+        optimizer = LocalAdamW(adamw_groups(share.local_parameters, settings), fused=True)
+    optimizer.create_state()
     # The fused update does not tell autograd that it wrote; `parallel.precision.mixed_precision` must be notified.
     optimizer.register_step_post_hook(lambda *unused: increment_version(share.parameters()))
     return optimizer
-
-
-def _adamw(share: Share, settings: Optimizer) -> AdamW:
-    """Fused AdamW in two groups, with and without weight decay."""
-    groups = [
-        {
-            "params": [shard.parameter for shard in share.local_parameters if shard.weight.decay],
-            "weight_decay": settings.weight_decay,
-        },
-        {"params": [shard.parameter for shard in share.local_parameters if not shard.weight.decay], "weight_decay": 0.0},
-    ]
-    used = [group for group in groups if group["params"]]
-    options: dict[str, Any] = {
-        "lr": settings.learning_rate, "betas": (settings.beta1, settings.beta2), "eps": settings.eps, "fused": True,
-    }  # fmt: skip
-    return HostAdamW(used, share.local_parameters, **options) if share.layout.offload_optimizer else LocalAdamW(used, **options)
-
-
-def create_state(optimizer: torch.optim.Optimizer, steps_done: int) -> None:
-    """Give every parameter zero moments and a count of updates, as the optimizer's first step would."""
-    if isinstance(optimizer, (Muon, CompactAdamW)):
-        optimizer.create_state(steps_done)
-        return
-    offloads = isinstance(optimizer, HostAdamW)
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            count = torch.empty((), dtype=torch.float32, device=parameter.device)
-            optimizer.state[parameter] = {
-                "step": (host_tensor(count) if offloads else count).fill_(float(steps_done)),
-                **(optimizer.create_host_state(parameter, MOMENTS[:2]) if offloads else _zeros(parameter)),
-            }
-    if offloads:
-        optimizer.read_parameters()
-
-
-def _zeros(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-    return {moment: torch.zeros_like(parameter) for moment in MOMENTS[:2]}
 
 
 def set_steps_done(optimizer: torch.optim.Optimizer, steps_done: int) -> None:

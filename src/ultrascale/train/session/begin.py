@@ -105,8 +105,8 @@ def begin(
         store.write_node_event("start", trainer.steps_done)
         store.catch_up(newest.folder)
     saved_at = trainer.steps_done if newest.folder is not None else -1
-    saves = Saves(saver, run.checkpoint, metrics.save_failed, saved_at, run.steps)
-    place = CheckpointPlace(run, folder, saves, ranks, metrics.checkpoints_lost)
+    saves = Saves(saver, run.checkpoint, partial(metrics.problem, "save failed"), saved_at, run.steps)
+    place = CheckpointPlace(run, folder, saves, ranks, partial(metrics.problem, "checkpoints lost"))
     session = Session(run, ranks, folder, trainer, saves, place, metrics, store, [])
     session.observers += _observers(session, validation, data_check, leave_by)
     return session
@@ -140,18 +140,15 @@ def _write_start(trainer: Trainer, folder: RunFolder, metrics: Metrics, newest: 
     damaged = [rejected.folder.name for rejected in newest.rejected]
     ranks = {"world": trainer.ranks.world, "layout": _layout_words(run.layout)}
     metrics.event("start", step=trainer.steps_done, **ranks, checkpoint=resumed, damaged=damaged)
-    for note in (*run_notes(run), *grace_notes(run, os.environ)):
-        metrics.line(f"note: {note}")
+    metrics.lines(f"note: {note}" for note in (*run_notes(run), *grace_notes(run, os.environ)))
     for rescued in folder.rescued() if newest.folder is None else ():
         metrics.line(f"note: starting anew, though {rescued} holds what was saved when a folder at {folder.path} was lost")
-    for line in lines:
-        metrics.line(line)
+    metrics.lines(lines)
     for rejected in newest.rejected:
         metrics.line(f"damaged checkpoint passed over: {rejected.folder}: {rejected.reason}")
     if newest.folder is not None:
         metrics.line(f"resumed from {newest.folder} at step {trainer.steps_done}")
-        for change in changes_since(newest.folder, run):
-            metrics.line(change)
+        metrics.lines(changes_since(newest.folder, run))
 
 
 def _layout_words(layout: Layout) -> list[str]:
@@ -188,7 +185,7 @@ class Recorded(LoopObserver):
         self._write_island_lines(session)
         if done.is_recorded or session.is_due(run.log.every_steps) or session.is_complete:
             done.values["perf/save_s"], self.save_seconds = self.save_seconds, None
-            balance = done.result.expert_balance
+            balance = done.result.gradients.expert_balance
             tables = None if balance is None else {"moe/load": balance.load.tolist()}
             session.metrics.row(steps_done, done.values, tables=tables)
             session.metrics.line(console_line(run, done.values, steps_done))
@@ -207,8 +204,7 @@ class Recorded(LoopObserver):
 
     def _write_island_lines(self, session: Session) -> None:
         """Log which islands joined and left."""
-        for line in () if session.trainer.outer is None else session.trainer.outer.lines():
-            session.metrics.line(line)
+        session.metrics.lines(() if session.trainer.outer is None else session.trainer.outer.lines())
 
 
 class ComparedReplicas(LoopObserver):
@@ -317,8 +313,7 @@ def join_run(
                 run, ranks, folder, allow_changes=allow_changes, kernels=chosen.forms, store=store, leave_by=leave_by
             )
         signs.has_begun = True
-        for line in (*deterministic_line(run), *chosen.lines, *([] if fits is None else [fits])):
-            session.metrics.line(line)
+        session.metrics.lines([*deterministic_line(run), *chosen.lines, *([] if fits is None else [fits])])
         leaving.callback(session.saves.saver.close)
         leaving.callback(session.metrics.close)
         yield session

@@ -11,14 +11,13 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-import torch
 from torch import nn
 
 from ultrascale.config.rules.trainable import expect_trainable_run
 from ultrascale.description.progress import step_span
 from ultrascale.description.run import Run
 from ultrascale.measure.memory import LiveMemory
-from ultrascale.parallel.mesh import Ranks, process_group
+from ultrascale.parallel.mesh import process_group
 from ultrascale.parallel.time_limits import START_SECONDS
 from ultrascale.plan.memory.replay import MemoryPlan
 from ultrascale.plan.report import plan_rank
@@ -34,7 +33,7 @@ from ultrascale.train.watch.out_of_memory import explained_out_of_memory
 
 
 @contextmanager
-def begun_aside(run: Run, steps: int, folder: Path, *, rendezvous: str = "env://") -> Iterator[Trainer]:
+def begun_aside(run: Run, steps: int, folder: Path, *, rendezvous: str) -> Iterator[Trainer]:
     """The trainer of `run` on this rank, before its first step, with data for `steps` steps. `folder`: for choices made by
     speed.
 
@@ -77,16 +76,10 @@ def planned_memory(trainer: Trainer, steps: int) -> MemoryPlan:
 
 def timed_steps(trainer: Trainer, steps: int) -> list[float]:
     """Seconds of each of the next `steps` steps. Each step waits for its device, because the norm of its gradient is read."""
-    settle(trainer.ranks)
+    trainer.ranks.settle()
     seconds = []
     for _ in range(steps):
         started = time.perf_counter()
         trainer.train_step()
         seconds.append(time.perf_counter() - started)
     return seconds
-
-
-def settle(ranks: Ranks) -> None:
-    """Wait until the device has finished its queue, so that a step's kernels fall within that step."""
-    if ranks.device.type == "cuda":
-        torch.cuda.synchronize(ranks.device)

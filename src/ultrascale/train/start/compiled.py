@@ -53,8 +53,7 @@ def compile_seconds() -> float:
 class KeptCompiled(LoopObserver):
     """Saves compiled blocks for the next start, once: after the first step."""
 
-    def __init__(self) -> None:
-        self.is_done = False
+    is_done = False
 
     def after_step(self, session: Session, done: StepDone) -> None:
         """Save them."""
@@ -66,8 +65,7 @@ class KeptCompiled(LoopObserver):
 class FreedAfterCompiling(Observer):
     """Returns the compiler's memory to the system, once: after the first step."""
 
-    def __init__(self, trainer: object):
-        self.is_done = False
+    is_done = False
 
     def updated(self, step: Step) -> None:
         """Free the memory."""

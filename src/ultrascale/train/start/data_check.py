@@ -99,13 +99,11 @@ class DataCheck(LoopObserver):
     def after_step(self, session: Session, done: StepDone) -> None:
         """Log messages of the background check since the last step."""
         lines, self._messages = self._messages, []
-        for line in lines:
-            session.metrics.line(line)
+        session.metrics.lines(lines)
 
     def ended(self, session: Session, outcome: Outcome) -> None:
         """Log the result of the background check. Collective; raises DataError on every rank."""
-        for line in (*self._messages, *self._raise_on_all()):
-            session.metrics.line(line)
+        session.metrics.lines((*self._messages, *self._raise_on_all()))
 
     def _expect_same_everywhere(self) -> None:
         """Compares the data in stores as each rank read them. Collective; raises DataError on every rank."""
