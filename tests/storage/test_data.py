@@ -144,7 +144,7 @@ def test_what_is_not_what_was_prepared_is_refused(url: str, prepared: Path, harm
 
 def test_ranks_that_have_found_other_data_in_a_store_do_not_begin(prepared: Path, tmp_path: Path):
     corpus = Corpus(f"file://{prepared}")
-    ranks = Mock(rank=1, world=3, gather_text=lambda text: [text, text, text if text == "null" else '["another"]'])
+    ranks = Mock(rank=1, world=3, gather_json=lambda value: [value, value, value if value is None else ["another"]])
     check = DataCheck([corpus], ranks, RunFolder(tmp_path), allow_changes=False)
     with pytest.raises(DataError, match=f"^file://{prepared}: was changed while .* rank 2 has found other data .* than rank 0"):
         check.before_first_step()

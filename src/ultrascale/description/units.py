@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from functools import cache
 
 TOKENS = {
@@ -107,6 +108,12 @@ def count_of(number: int, what: str) -> str:
     """`1 rank`, `2 ranks`, `1,024 processes`."""
     plural = f"{what}es" if what.endswith(("s", "ch")) else f"{what}s"
     return f"{number:,} {what if number == 1 else plural}"
+
+
+def first_few(words: Sequence[str], most: int) -> str:
+    """`a, b`, or `a, b and 3 more`."""
+    more = f" and {len(words) - most:,} more" if len(words) > most else ""
+    return ", ".join(words[:most]) + more
 
 
 def format_share(value: float | None) -> str:

@@ -194,8 +194,7 @@ class OuterLoop:
         leader = max(range(len(entries)), key=lambda index: (*entries[index][:2], -index))
         joining = {i for i, entry in enumerate(entries) if (entry[0], entry[2]) != (entries[leader][0], entries[leader][2])}
         # Only some ranks may hold a weight that differs, and all ranks of an island must act alike.
-        joining_text = " ".join(self.ranks.gather_text(" ".join(map(str, sorted(joining)))))
-        joining = {int(index) for index in joining_text.split()}
+        joining = {index for of_rank in self.ranks.gather_json(sorted(joining)) for index in of_rank}
         if not joining:
             return ""
         index = islands.index(self.ranks.island)
@@ -205,7 +204,7 @@ class OuterLoop:
 
     def _answer_of_first(self, ask: Callable[[], list[Any]]) -> list[Any]:
         """Answer for this rank; if islands differ in dp, that of rank 0 for all. Collective in that case."""
-        return json.loads(self.ranks.gather_text(json.dumps(ask()))[0]) if self.islands.uneven_dp else ask()
+        return self.ranks.gather_json(ask())[0] if self.islands.uneven_dp else ask()
 
     def _hand_over(self, group: Group | None, leader: int, *, gives: bool, takes: bool, state: Tensors | None = None) -> None:
         """Send the full state of member `leader` of `group`, which `gives`, to those that take it. `state`: the leader's

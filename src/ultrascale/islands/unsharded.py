@@ -10,7 +10,6 @@ equal dp send rank to rank instead (`outer_loop`), with as many connections at o
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from math import prod
 
@@ -32,9 +31,7 @@ def hand_over(
     `group`: rank 0's group with the other islands; None on another rank. Raises LostIslandError on a rank 0 whose group fails;
     a giver raises at the end, once its other ranks have finished.
     """
-    by_rank = [
-        json.loads(word) for word in ranks.gather_text(json.dumps({n: _description(some) for n, some in tensors.items()}))
-    ]
+    by_rank = ranks.gather_json({name: _description(some) for name, some in tensors.items()})
     lost: LostIslandError | None = None
     for name in sorted({name for some in by_rank for name in some}):
         (shape, dtype, _), *_ = (some[name] for some in by_rank if name in some)

@@ -6,12 +6,13 @@ process is rank 0 of 1 and needs no network.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -96,6 +97,10 @@ class Ranks:
             parts = [torch.zeros_like(padded) for _ in range(self.world)]
             dist.all_gather(parts, padded, group=self.host_group)
         return [bytes(p[: int(n)].tolist()).decode() for p, n in zip(parts, lengths, strict=True)]
+
+    def gather_json(self, value: Any) -> list[Any]:
+        """Every rank's JSON value, on every rank; each a copy."""
+        return [json.loads(text) for text in self.gather_text(json.dumps(value))]
 
 
 def choose_device(device: str) -> torch.device:

@@ -26,6 +26,7 @@ from ultrascale.plan.memory.replay import (
     stage_parts,
 )
 from ultrascale.plan.memory.sharding import scale_messages, scale_tables
+from ultrascale.plan.memory.stage_work import StagePart
 from ultrascale.plan.memory.tally import Traffic, TrafficKey, per_step
 from ultrascale.plan.report import plan_rank
 from ultrascale.work.fp8_slots import SLOT_BYTES, num_slots
@@ -87,10 +88,12 @@ def planned_rank(run: Run, rank: int, device: Kind) -> Planned:
 
 def _matrices(run: Run, rank: int) -> list[Weight]:
     """Matrices that Muon updates, of the rank's stages."""
-    if run.optimizer.name != "muon":
-        return []
-    parts = stage_parts(run.model, run.layout, run.batch.sequence_length, Coordinates.of(run.layout, rank))
-    return muon_matrices(run.model, parts)
+    return muon_matrices(run.model, _parts(run, rank)) if run.optimizer.name == "muon" else []
+
+
+def _parts(run: Run, rank: int) -> dict[int, StagePart]:
+    """A rank's stages."""
+    return stage_parts(run.model, run.layout, run.batch.sequence_length, Coordinates.of(run.layout, rank))
 
 
 def _iterated_itemsize(layout: Layout) -> int:
@@ -108,7 +111,7 @@ def _scales(run: Run, rank: int, device: Kind) -> Iterator[tuple[tuple[str, tupl
     """Messages between tp ranks for the scales of 8-bit moments, if a block of a row is split over them
     (`train.optimizers.compact_adamw`)."""
     layout = run.layout
-    for weight in _weights_of_rank(run, rank) if run.optimizer.name == "adamw-8bit" else ():
+    for weight in _weights(run, rank) if run.optimizer.name == "adamw-8bit" else ():
         axis, whole = "expert_tp" if weight.is_expert else "tp", weight.shape[-1]
         if len(weight.shape) == 1 or weight.tp_dim != len(weight.shape) - 1 or layout.group(axis)[0] == 1:
             continue
@@ -120,10 +123,9 @@ def _scales(run: Run, rank: int, device: Kind) -> Iterator[tuple[tuple[str, tupl
                 yield from [(("all_reduce", layout.group(axis)), num_bytes)] * MOMENTS
 
 
-def _weights_of_rank(run: Run, rank: int) -> list[Weight]:
+def _weights(run: Run, rank: int) -> list[Weight]:
     """The weights of a rank's stages."""
-    parts = stage_parts(run.model, run.layout, run.batch.sequence_length, Coordinates.of(run.layout, rank))
-    return held_weights(run.model, parts)
+    return held_weights(run.model, _parts(run, rank))
 
 
 def _once_a_step(run: Run, rank: int) -> Iterator[tuple[tuple[str, tuple[int, int]], int]]:
@@ -133,7 +135,7 @@ def _once_a_step(run: Run, rank: int) -> Iterator[tuple[tuple[str, tuple[int, in
     model, layout = run.model, run.layout
     itemsize, coordinates = DTYPE_BYTES[layout.master_dtype], Coordinates.of(layout, rank)
     shares: Counter[int] = Counter()
-    for weight in _weights_of_rank(run, rank):
+    for weight in _weights(run, rank):
         shard = shard_of(weight, layout, coordinates)
         if shard.is_partial:
             shares[shard.num_tp_copies] += prod(part_shape(weight, layout, rank))
@@ -141,7 +143,7 @@ def _once_a_step(run: Run, rank: int) -> Iterator[tuple[tuple[str, tuple[int, in
         yield ("all_reduce", (num_tp_copies, 1)), elements * itemsize
     yield ("all_reduce", (layout.world_size, 1)), NORM_BYTES
     yield ("all_reduce", (layout.world_size, 1)), num_slots(model, layout) * SLOT_BYTES
-    whole = [replace(weight, shape=shard_of(weight, layout, coordinates).shape) for weight in _weights_of_rank(run, rank)]
+    whole = [replace(weight, shape=shard_of(weight, layout, coordinates).shape) for weight in _weights(run, rank)]
     for group, num_bytes in scale_messages(scale_tables(model, layout, whole), layout):
         yield ("all_reduce", group), num_bytes
     parts = stage_parts(model, layout, run.batch.sequence_length, coordinates)

@@ -91,13 +91,15 @@ class TrackedRecord:
 
     def last_step(self, sink: str, identity: str) -> int:
         """Last step sent to this tracked run; 0: none."""
-        known = self.by_sink.get(sink, {})
-        return known.get("step", 0) if known.get("id") == identity else 0
+        return self._known(sink, identity).get("step", 0)
 
     def behind(self, sink: str, identity: str) -> int:
         """Offset between the run's step numbers and the tracked run's: 1 after an earlier release, until a row is sent."""
+        return self._known(sink, identity).get("behind", 0)
+
+    def _known(self, sink: str, identity: str) -> dict[str, Any]:
         known = self.by_sink.get(sink, {})
-        return known.get("behind", 0) if known.get("id") == identity else 0
+        return known if known.get("id") == identity else {}
 
     def save(self, sink: str, identity: str, step: int) -> None:
         """Record the last step of a tracked run. Raises OSError."""

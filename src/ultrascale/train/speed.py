@@ -85,7 +85,7 @@ def measure_speed(run: Run, steps: int, out: Path, *, warm: int, rendezvous: str
         seconds = timed_steps(trainer, steps)
         if ranks.device.type == "cuda":  # maximum over all steps: the allocator may have grown after the first ones
             memory = _Memory(memory.planned, torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
-        memories = [_Memory(*json.loads(text)) for text in ranks.gather_text(json.dumps(list(asdict(memory).values())))]
+        memories = [_Memory(**of_rank) for of_rank in ranks.gather_json(asdict(memory))]
         if not ranks.is_first:
             return None
         speed = _speed(trainer, seconds, memories)

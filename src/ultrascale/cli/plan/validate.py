@@ -12,6 +12,7 @@ import tyro
 from ultrascale.cli.terminal.parse import parse
 from ultrascale.cli.terminal.screen import console_for_people, print_json
 from ultrascale.description.problems import mistake
+from ultrascale.description.units import first_few
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -116,8 +117,7 @@ def _print_rows_without(console, rows: list[tuple[str, str]]) -> None:
     for identity, reason in rows:
         reasons.setdefault(reason, []).append(identity)
     for reason, names in list(reasons.items())[:MOST_REASONS]:
-        more = f" and {len(names) - MOST_NAMED:,} more" if len(names) > MOST_NAMED else ""
-        console.print(f"  {', '.join(names[:MOST_NAMED])}{more}: {reason}", soft_wrap=True, markup=False)
+        console.print(f"  {first_few(names, MOST_NAMED)}: {reason}", soft_wrap=True, markup=False)
     if len(reasons) > MOST_REASONS:
         console.print(f"  and {len(reasons) - MOST_REASONS:,} more reasons")
 

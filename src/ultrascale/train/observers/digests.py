@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ultrascale.checkpoint import Slice
+from ultrascale.description.units import first_few
 from ultrascale.parallel.lost import waiting
 from ultrascale.parallel.mesh import Ranks
 
@@ -45,9 +46,8 @@ class Comparison:
             if several
             else (f"rank {self.blamed[0]} does not hold the bits of its copies")
         )
-        names = sorted(self.differing)
-        more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-        return f"after step {step}: {ranks}" + (f" in {', '.join(names[:MOST_NAMED])}{more}" if names else "")
+        names = first_few(sorted(self.differing), MOST_NAMED)
+        return f"after step {step}: {ranks}" + (f" in {names}" if names else "")
 
 
 def digest(tensor: Tensor) -> Tensor:

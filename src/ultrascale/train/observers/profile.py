@@ -196,10 +196,9 @@ def _report(run: Run, ranks: Ranks, trace: Path, steps: list[int], unprofiled: f
     breakdown = waterfall(events)
     local_steps = RankSteps.of(ranks.rank, breakdown, top(events))
     pieces = breakdown.pieces if ranks.rank < MERGED_RANKS else ()
-    texts = ranks.gather_text(json.dumps({"steps": asdict(local_steps), "pieces": pieces, "origin": events.origin}))
+    reports = ranks.gather_json({"steps": asdict(local_steps), "pieces": pieces, "origin": events.origin})
     if not ranks.is_first:
         return None
-    reports = [json.loads(text) for text in texts]
     merged = {
         rank: [Piece(start + shift, end + shift, category) for start, end, category in report["pieces"]]
         for rank, report in enumerate(reports[:MERGED_RANKS])

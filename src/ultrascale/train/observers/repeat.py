@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ultrascale.description.problems import mistake
+from ultrascale.description.units import first_few
 from ultrascale.parallel.share import local_gradient
 from ultrascale.train.observers.anomalies import CorruptStateError
 from ultrascale.train.observers.digests import digest
@@ -98,8 +99,7 @@ def _difference(first: Passes, second: Passes) -> str:
     for kind, before, after in (("own", first.local, second.local), ("summed", first.summed, second.summed)):
         names = [name for name in after if name not in before or not torch.equal(before[name], after[name])]
         if names:
-            more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-            return f"{kind} gradient of {', '.join(names[:MOST_NAMED])}{more}"
+            return f"{kind} gradient of {first_few(names, MOST_NAMED)}"
     return "own loss" if not torch.equal(first.loss, second.loss) else ""
 
 

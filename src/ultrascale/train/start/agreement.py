@@ -14,7 +14,7 @@ from ultrascale.parallel.mesh import Ranks
 
 def expect_same_run(run: Run, ranks: Ranks) -> None:
     """Raise SpecError, on every rank, that names each key whose value differs between ranks. Collective."""
-    of_ranks = [json.loads(text) for text in ranks.gather_text(json.dumps(settings(run)))]
+    of_ranks = ranks.gather_json(settings(run))
     problems = [
         _problem(key, [values.get(key) for values in of_ranks])
         for key in sorted({key for values in of_ranks for key in values})

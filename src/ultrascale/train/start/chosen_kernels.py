@@ -123,7 +123,7 @@ def update_of(run: Run) -> tuple[Kernel, ...]:
 def decide_together(what: str, ranks: Ranks, hold: Callable[[], Outcomes]) -> Verdict:
     """The verdict from the measurements of all ranks, the same on every rank. Collective."""
     heartbeat.beat(f"timing kernels: {what}", extra_seconds=SLOW_COMPILER_SECONDS)
-    of_ranks = [json.loads(text) for text in ranks.gather_text(json.dumps(hold()))]
+    of_ranks = ranks.gather_json(hold())
     heartbeat.beat("choosing kernels")
     if ranks.device.type == "cuda":
         torch.cuda.empty_cache()
@@ -147,7 +147,7 @@ def _previous_verdicts(
 ) -> dict[str, Verdict]:
     """The verdicts that rank 0 reads from the run's folder, if they answer the same question."""
     before = folder.read_json(FILE) if ranks.is_first else None
-    known = json.loads(ranks.gather_text(json.dumps(before))[0])
+    known = ranks.gather_json(before)[0]
     if not isinstance(known, dict) or differences(known.get("asked"), question, {"model": defaults}):
         return {}
     return {name: Verdict(**verdict) for name, verdict in known["verdicts"].items() if verdict["seconds"]}

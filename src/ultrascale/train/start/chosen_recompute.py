@@ -26,7 +26,7 @@ def choose_recomputation(run: Run, ranks: Ranks, folder: RunFolder, cluster: Clu
         return run
     question = _question(run)
     before = folder.read_json(FILE) if ranks.is_first else None
-    gathered = [json.loads(text) for text in ranks.gather_text(json.dumps([capacity_bytes, before]))]
+    gathered = ranks.gather_json([capacity_bytes, before])
     known: dict[str, Any] | None = gathered[0][1]
     if known is not None and not differences(known.get("asked"), question, _question(with_defaults(run))):
         blocks = tuple(known["recompute_blocks"])

@@ -10,7 +10,6 @@ then raises the error on every rank.
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 import time
@@ -107,7 +106,7 @@ class DataCheck(LoopObserver):
 
     def _expect_same_everywhere(self) -> None:
         """Compares the data in stores as each rank read them. Collective; raises DataError on every rank."""
-        fingerprints = map(json.loads, self.ranks.gather_text(json.dumps([corpus.fingerprint() for corpus in self.streamed])))
+        fingerprints = self.ranks.gather_json([corpus.fingerprint() for corpus in self.streamed])
         for corpus, (first, *others) in zip(self.streamed, zip(*fingerprints, strict=True), strict=True):
             if differing := [rank for rank, other in enumerate(others, 1) if other != first]:
                 problem = f"was changed while the ranks opened it: rank {differing[0]} has found other data there than rank 0"
@@ -121,8 +120,8 @@ class DataCheck(LoopObserver):
     def _raise_on_all(self) -> list[str]:
         """Raises any rank's error on every rank; where changes are allowed, returns it as warnings instead. Collective."""
         mine, self._problem = self._problem, None
-        texts = self.ranks.gather_text(json.dumps(mine and [mine.where, mine.problem, mine.remedy]))
-        problems = [report for report in map(json.loads, texts) if report is not None]
+        reports = self.ranks.gather_json(mine and [mine.where, mine.problem, mine.remedy])
+        problems = [report for report in reports if report is not None]
         for where, problem, remedy in problems if not self.allow_changes else ():
             raise DataError(where, problem, f"{remedy.rstrip('.')}, or go on all the same with --allow-changes.")
         return [f"warning: {where}: {problem}; training goes on (--allow-changes)" for where, problem, _ in problems]
