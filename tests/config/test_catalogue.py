@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ultrascale.catalogue.accelerators import ACCELERATORS, USUAL_NODE
-from ultrascale.catalogue.machines import ALIASES, NODES
+from ultrascale.catalogue.machines import ACCELERATORS, ALIASES, NODES, USUAL_NODE
 from ultrascale.catalogue.tables import Entry, entries, read_tables, with_aliases
 from ultrascale.description.problems import SpecError
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 
-from ultrascale.catalogue.machine_names import normal_name, why_not
 from ultrascale.description.problems import Problem, SpecError, mistake
 
 _COUNTED = re.compile(r"(?:(\d+)\s*[xX*\u00d7]\s*)?(?:(.+\.(?i:toml))|([A-Za-z0-9][\w. -]*?)(?:\s*/\s*(\d{1,9}))?)", re.DOTALL)
@@ -20,6 +19,18 @@ _UNCROSSED = re.compile(r"(\d+)[ *-]?([a-z].*)")
 """A count and a name without the x between them."""
 _MISCOUNTED = re.compile(r"\d[\d.,_]*(e\+?\d+)?\s*x", re.IGNORECASE)
 """An invalid count before a name: 1e6xh100."""
+_MAKERS = re.compile(r"^(?:(?:nvidia|amd|geforce|tesla|quadro|instinct|hgx(?=-[a-z]*\d+-)|radeon)-)+")
+_FORMS = re.compile(r"-(?:sxm|oam)\d?\b|-hbm\d\w?\b|-tensor-core|-gpu\b|-generation\b")
+_SIZE = re.compile(r"-(\d+)gb?\b")
+OTHERS: tuple[tuple[str, str], ...] = (
+    (r"tpu|v[2-7][ep]?(?:-\d+)?$|trillium|ironwood", "a TPU runs programs of XLA, whose kernels, torus of links and memory"),
+    (r"gaudi|hl-\d|hpu", "a Gaudi runs kernels of its own over Ethernet, which"),
+    (r"trn\d|trainium|inferentia|inf\d", "a Trainium runs programs of its own compiler, which"),
+    (r"(?:apple-)?m[1-5](?:-|$)|metal|mps$", "an Apple GPU has no collectives and no fp32 sums of bf16 in torch, which"),
+    (r"cerebras|wse|cs-?\d$|groq|ipu", "this machine runs programs of its own compiler, which"),
+)
+"""Machines for training that the planner refuses, with the reason: the laws of GEMMs, attention, collectives and the allocator
+were all measured on CUDA GPUs."""
 MOST = 1_000_000
 """Most devices of a cluster. The search tries every divisor, and its tables grow with their number."""
 MACHINE_OVER_ACCELERATORS = 1.8
@@ -170,7 +181,7 @@ def file_of(text: str) -> Path | None:
 
 def parse_cluster(text: str) -> Cluster:
     """The cluster named `64xh100`, `8xa100-80`, `2xdgx-h100`, `8x4090`, `cpu` or `8xcpu`; spellings of people and drivers are
-    accepted (`catalogue.machine_names`).
+    accepted (`normal_name`).
 
     A count before an accelerator counts accelerators, in nodes of its usual shape; before a node it counts nodes. The number of
     places used of each rack is that of `catalogue.racks`, or that of the name: `256xgb200/64`, `4xgb200-nvl72/64`. `8xcpu` is
@@ -209,6 +220,29 @@ def parse_cluster(text: str) -> Cluster:
     elif not counts_nodes:
         node = racks.node_for(count, name, node)
     return Cluster(full, node, count * node.num_accelerators if counts_nodes else count)
+
+
+def normal_name(text: str) -> str:
+    """Name of a machine in lower case, without vendor, form factor, and memory as in its title: `h100` for torch's and
+    nvidia-smi's `NVIDIA H100 80GB HBM3`, `a100` for `NVIDIA A100-SXM4-80GB`, `rtx-4090` for `4090`."""
+    from ultrascale.catalogue.machines import ACCELERATORS, ALIASES
+
+    name = re.sub(r"[\s_/]+", "-", text.strip().lower())
+    name = _FORMS.sub("", _MAKERS.sub("", name))
+    name = re.sub(r"^rtx-?a(?=\d)", "a", re.sub(r"^rtx(?=\d)", "rtx-", name))
+    if re.fullmatch(r"[345]090", name):
+        name = f"rtx-{name}"
+    size, bare = _SIZE.search(name), _SIZE.sub("", name)
+    accelerator = ACCELERATORS.get(ALIASES.get(bare, bare))
+    return bare if size is not None and accelerator is not None and f" {size[1]} GB" in accelerator.title else name
+
+
+def why_not(name: str) -> str | None:
+    """Reason why a known machine is not in the catalogue; None if the machine is unknown."""
+    for pattern, reason in OTHERS:
+        if re.match(pattern, name):
+            return f"{reason} follow other laws than the GPUs that plans were measured on"
+    return None
 
 
 def _using(node: Node, used: int) -> Node:

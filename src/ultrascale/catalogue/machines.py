@@ -1,7 +1,5 @@
-"""The catalogue of machines, from machines.toml, every number with its source and date; and the machine that this runs on.
-
-Their accelerators are in `catalogue.accelerators`.
-"""
+"""The catalogue of accelerators and machines, from accelerators.toml and machines.toml, every number with its source and date;
+and the machine that this runs on."""
 
 from __future__ import annotations
 
@@ -9,13 +7,47 @@ import os
 import re
 from pathlib import Path
 
-from ultrascale.catalogue.accelerators import ACCELERATORS as ACCELERATORS
-from ultrascale.catalogue.accelerators import ALIASES as ACCELERATOR_ALIASES
-from ultrascale.catalogue.accelerators import USUAL_NODE as USUAL_NODE
 from ultrascale.catalogue.cluster import Accelerator, Link, Node, Sourced
 from ultrascale.catalogue.tables import Entry, entries, read_tables, with_aliases
 from ultrascale.description.layout import NARROW
 from ultrascale.description.problems import Problem
+
+_ACCELERATORS = "accelerators.toml"
+_ACCELERATOR_KEYS = (
+    "title", "aliases", "machine", "memory_mib", "memory_gbytes_per_second", "tflops", "tflops_from", "matmul_fraction",
+    "watts", "dollars_per_hour",
+)  # fmt: skip
+_DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8", "nvfp4")
+
+
+def _accelerator(name: str, entry: Entry) -> Accelerator:
+    return Accelerator(
+        name,
+        entry.get("title", str),
+        entry.sourced("memory_mib", 2**20),
+        entry.sourced("memory_gbytes_per_second", 1e9),
+        _peaks(entry),
+        entry.sourced("matmul_fraction"),
+        entry.sourced("watts"),
+        entry.sourced("dollars_per_hour"),
+    )
+
+
+def _peaks(entry: Entry) -> dict[str, Sourced]:
+    """Peak FLOPs per second by dtype, the widest first; fp16 is as fast as bf16."""
+    table = Entry(f"{entry.where}.tflops", entry.get("tflops", dict))
+    table.expect_only(*_DTYPES)
+    source, date = entry.get("tflops_from", list)
+    tera = {"fp16": table.values["bf16"], **table.values} if "bf16" in table.values else table.values
+    return {dtype: Sourced(tera[dtype] * 1e12, source, date) for dtype in _DTYPES if dtype in tera}
+
+
+_ACCELERATOR_ENTRIES = dict(entries(_ACCELERATORS, read_tables(_ACCELERATORS), *_ACCELERATOR_KEYS))
+ACCELERATORS = {name: _accelerator(name, entry) for name, entry in _ACCELERATOR_ENTRIES.items()}
+USUAL_NODE: dict[str, str] = {name: entry.get("machine", str) for name, entry in _ACCELERATOR_ENTRIES.items()}
+"""Node type for a bare number of accelerators."""
+ACCELERATOR_ALIASES = with_aliases(_ACCELERATOR_ENTRIES)
+"""Other names used by people, clouds and tables."""
 
 _FILE = "machines.toml"
 _LINK_KEYS = ("name", "gbytes_per_second", "achieved_gbytes_per_second")

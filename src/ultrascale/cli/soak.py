@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
+from functools import partial
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,9 +73,8 @@ def soak(
     return 0 if outcome.holds else 1
 
 
-def command(arguments: list[str]) -> int:
-    """Run the verb; returns 0 if both runs end alike."""
-    return parse(soak, "soak", arguments)
+command = partial(parse, soak, "soak")
+"""Run the verb; returns 0 if both runs end alike."""
 
 
 def table(outcome: Outcome) -> list[str]:

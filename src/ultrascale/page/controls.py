@@ -15,6 +15,7 @@ from typing import Any
 from ultrascale.catalogue.cluster import MOST, parse_cluster
 from ultrascale.catalogue.machines import USUAL_NODE
 from ultrascale.catalogue.models.model_presets import PRESETS
+from ultrascale.catalogue.stacks.stack import OPTIMIZERS
 from ultrascale.catalogue.stacks.stack_files import stack_names
 from ultrascale.description.layout import RANGES
 from ultrascale.description.problems import Problem, SpecError, expect_none, mistake
@@ -63,7 +64,7 @@ CONTROLS = (
     Control("precision", "Precision", "dtype", "empty: bf16 where there is bf16", group="Trainer",
             choices=("fp32", "bf16", "fp16", "fp8", "mxfp8", "nvfp4")),
     Control("optimizer", "Optimizer", "name", "empty: adamw", group="Trainer",
-            choices=("adamw", "adamw-bf16", "adamw-8bit", "muon")),
+            choices=tuple(OPTIMIZERS)),
     Control("stack", "Trainer", "name", "the trainer that is planned for", "ultrascale", stack_names(), group="Trainer"),
     Control("tokens", "Train on", "tokens", "such as 15T; empty: 20 a parameter", group="Trainer"),
 )  # fmt: skip

@@ -8,7 +8,7 @@ writes              framework whose settings `--print-flags` prints
 [settings]          fields of `catalogue.stacks.stack.Stack`: key = { is = VALUE, from = "its source" }; `shared` names a number
                     that several stacks share because it holds for all programs of their kind
 [usual]             settings of its runs if none are given: `Usual`
-[can]               supported settings: `Abilities`
+[can]               supported settings: `Abilities`; `all` for every name of `EVERY`
 """
 
 from __future__ import annotations
@@ -24,8 +24,11 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from ultrascale.catalogue.stacks.stack import OPTIMIZERS, Kernels, Overheads, Stack
 from ultrascale.description.layout import CpMethod
 from ultrascale.description.problems import Problem, SpecError, mistake
+from ultrascale.description.recomputed import MODULES
 
 FOLDER = Path(__file__).parent
+EVERY = {"modules": tuple(MODULES), "optimizers": tuple(OPTIMIZERS)}
+"""Abilities that a file may state as `all`: a new one is then this package's too."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +167,11 @@ def stack_file(name: str) -> StackFile:
         table.get("writes", base.writes if base else name),
         tuple(table.get("judged_by", ())),
         replace(stated, **_tuples(usual)),
-        Abilities(**_tuples(can)) if can is not None else base.can if base else Abilities(),
+        Abilities(**_tuples({**can, **{key: names for key, names in EVERY.items() if can.get(key) == "all"}}))
+        if can is not None
+        else base.can
+        if base
+        else Abilities(),
         {**(base.sources if base else {}), **{key: leaf["from"] for key, leaf in leaves.items()}},
         {**(base.shared if base else {}), **{key: leaf["shared"] for key, leaf in leaves.items() if "shared" in leaf}},
     )
@@ -319,7 +326,10 @@ def _leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, d
 
 
 def _tuples(table: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in table.items()}
+    return {
+        key: EVERY[key] if value == "all" else tuple(value) if isinstance(value, list) else value
+        for key, value in table.items()
+    }
 
 
 class _Stacks(Mapping[str, Stack]):

@@ -6,6 +6,7 @@ import json as jsonlib
 import os
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,9 +81,8 @@ def network(
     return code
 
 
-def command(arguments: list[str]) -> int:
-    """Run the verb; returns 0 if measured, 1 if it failed, 2 if the configuration is invalid."""
-    return parse(network, "measure network", arguments)
+command = partial(parse, network, "measure network")
+"""Run the verb; returns 0 if measured, 1 if it failed, 2 if the configuration is invalid."""
 
 
 def parse_groups(text: str) -> list[tuple[int, int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -74,9 +75,8 @@ def validate(
     return 0
 
 
-def command(arguments: list[str]) -> int:
-    """Run the verb."""
-    return parse(validate, "validate", arguments)
+command = partial(parse, validate, "validate")
+"""Run the verb; returns its exit code."""
 
 
 def _check_writable(out: Path, *, overwrite: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import partial
 from typing import Annotated
 
 import tyro
@@ -53,9 +54,8 @@ def show_keys(
     return 0
 
 
-def command(arguments: list[str]) -> int:
-    """Run the verb."""
-    return parse(show_keys, "show keys", arguments)
+command = partial(parse, show_keys, "show keys")
+"""Run the verb; returns its exit code."""
 
 
 def _show(rows: list[Key]) -> None:

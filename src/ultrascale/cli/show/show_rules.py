@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated
 
 import tyro
@@ -47,6 +48,5 @@ def show_rules(
     return 0
 
 
-def command(arguments: list[str]) -> int:
-    """Run the verb."""
-    return parse(show_rules, "show rules", arguments)
+command = partial(parse, show_rules, "show rules")
+"""Run the verb; returns its exit code."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from difflib import get_close_matches
+from functools import partial
 from typing import Annotated
 
 import tyro
@@ -39,6 +40,5 @@ def show_schema(name: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf
     return 0
 
 
-def command(arguments: list[str]) -> int:
-    """Run the verb."""
-    return parse(show_schema, "show schema", arguments)
+command = partial(parse, show_schema, "show schema")
+"""Run the verb; returns its exit code."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import partial
 from typing import Annotated
 
 import tyro
@@ -48,9 +49,8 @@ def stacks(
     return 0
 
 
-def command(arguments: list[str]) -> int:
-    """Run the verb."""
-    return parse(stacks, "show stacks", arguments)
+command = partial(parse, stacks, "show stacks")
+"""Run the verb; returns its exit code."""
 
 
 def _show_stack(file: StackFile, console: Console) -> None:

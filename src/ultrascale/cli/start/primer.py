@@ -31,6 +31,5 @@ def primer(lessons: tyro.conf.Positional[tuple[Lesson, ...]] = (), json: bool = 
     return run_lessons(lessons, as_json=json, stamp=partial(stamped, "primer"))
 
 
-def command(arguments: list[str]) -> int:
-    """Run the verb; returns 0 if every result is right, 1 if one is wrong, 2 if triton is missing or a lesson is unknown."""
-    return parse(primer, "primer", arguments)
+command = partial(parse, primer, "primer")
+"""Run the verb; returns 0 if every result is right, 1 if one is wrong, 2 if triton is missing or a lesson is unknown."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -52,6 +53,5 @@ def convert(
     return 0
 
 
-def command(arguments: list[str]) -> int:
-    """Run the verb; returns its exit code."""
-    return parse(convert, "convert", arguments)
+command = partial(parse, convert, "convert")
+"""Run the verb; returns its exit code."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -93,9 +94,8 @@ def generate(
     return 0
 
 
-def command(arguments: list[str]) -> int:
-    """Run the verb; returns its exit code."""
-    return parse(generate, "generate", arguments)
+command = partial(parse, generate, "generate")
+"""Run the verb; returns its exit code."""
 
 
 def _text_problems(prompt: str) -> list[Problem]:

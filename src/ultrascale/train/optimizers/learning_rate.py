@@ -22,5 +22,5 @@ def learning_rate(optimizer: Optimizer, step: int, steps: int) -> float:
         decay = optimizer.decay_steps if optimizer.decay_steps is not None else max(1, steps // 10)
         start = max(start, steps - decay)
     done = min(1.0, max(0.0, (step + 1 - start) / max(1, steps - start)))
-    share = (1 + cos(pi * done)) / 2 if optimizer.schedule == "cosine" else 1 - done
-    return floor + (peak - floor) * share
+    shares = {"cosine": (1 + cos(pi * done)) / 2, "linear": 1 - done, "wsd": 1 - done}
+    return floor + (peak - floor) * shares[optimizer.schedule]
