@@ -6,7 +6,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -19,7 +18,7 @@ from ultrascale.cli.main import explain
 from ultrascale.cli.terminal.parse import parse
 from ultrascale.cli.terminal.screen import console_for_people, print_json
 from ultrascale.console import print_line
-from ultrascale.description.problems import mistake
+from ultrascale.description.problems import did_you_mean, mistake
 from ultrascale.description.units import count_of, format_bytes
 
 if TYPE_CHECKING:
@@ -46,8 +45,7 @@ def command(arguments: list[str]) -> int:
         print(_VERBS, end="")
         return 0 if arguments else 2
     if arguments[0] not in verbs:
-        closest = get_close_matches(arguments[0], verbs, n=1, cutoff=0.5)
-        remedy = f"Did you mean {closest[0]}?" if closest else f"Say one of {', '.join(verbs)}."
+        remedy = did_you_mean(arguments[0], verbs, f"Say one of {', '.join(verbs)}.", cutoff=0.5)
         raise mistake("VERB", f"there is no verb `data {arguments[0]}`", remedy)
     from ultrascale.data.files import DataError
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 
 MOST_LETTERS = 1200
 """Most characters of each part of a problem; a longer one quotes a long value, and is shortened in the middle."""
@@ -56,3 +57,9 @@ def expect_none(problems: Sequence[Problem]) -> None:
 def mistake(key: str, rule: str, remedy: str, where: str = "") -> SpecError:
     """A SpecError with a single `Problem`."""
     return SpecError([Problem(key, rule, remedy, where)])
+
+
+def did_you_mean(word: str, known: Iterable[str], otherwise: str, *, most: int = 1, cutoff: float = 0.6) -> str:
+    """`Did you mean A or B?`, with the `most` names that are most like `word`; `otherwise` if none is."""
+    similar = get_close_matches(word, list(known), n=most, cutoff=cutoff)
+    return f"Did you mean {' or '.join(similar)}?" if similar else otherwise

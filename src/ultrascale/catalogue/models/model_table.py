@@ -5,12 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
-from difflib import get_close_matches
 from typing import Any
 
 from ultrascale.catalogue.tables import Entry, entries
 from ultrascale.description.architecture.model import Model, RopeScaling
-from ultrascale.description.problems import Problem, SpecError, mistake
+from ultrascale.description.problems import Problem, SpecError, did_you_mean, mistake
 
 _FAMILY = ("columns", "sizes", "common", "differences")
 _MODEL = tuple(field.name for field in fields(Model) if field.name != "name")
@@ -101,8 +100,7 @@ def _expect_fields(entry: Entry, known: tuple[str, ...]) -> None:
     problems = []
     for key in entry.values:
         if key not in known:
-            similar = get_close_matches(key, known, n=1)
-            remedy = f"Did you mean {similar[0]}?" if similar else "The fields are those of description/architecture/model.py."
+            remedy = did_you_mean(key, known, "The fields are those of description/architecture/model.py.")
             problems.append(Problem(f"{entry.where}.{key}", "is no field of a model", remedy))
     if problems:
         raise SpecError(problems)

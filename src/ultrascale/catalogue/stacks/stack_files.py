@@ -14,16 +14,15 @@ writes              framework whose settings `--print-flags` prints
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from ultrascale.catalogue.stacks.stack import OPTIMIZERS, Kernels, Overheads, Stack
 from ultrascale.description.layout import CpMethod
-from ultrascale.description.problems import Problem, SpecError, mistake
+from ultrascale.description.problems import Problem, SpecError, did_you_mean, mistake
 from ultrascale.description.recomputed import MODULES
 
 FOLDER = Path(__file__).parent
@@ -228,7 +227,7 @@ def with_settings(stack: Stack, settings: Mapping[str, Any]) -> Stack:
     for key, value in settings.items():
         kind = setting_types().get(key)
         if kind is None:
-            remedy = _nearest(key, list(setting_types()), "`ultrascale show stacks` lists them.")
+            remedy = did_you_mean(key, setting_types(), "`ultrascale show stacks` lists them.", most=2)
             problems.append(Problem(f"stack.{key}", "is no setting of a trainer", remedy))
             continue
         try:
@@ -310,11 +309,6 @@ def _converted(kind: Any, value: Any) -> Any:
             raise ValueError("a whole number")
         return int(number)
     return number
-
-
-def _nearest(word: str, known: Sequence[str], otherwise: str) -> str:
-    similar = get_close_matches(word, known, n=2, cutoff=0.6)
-    return f"Did you mean {' or '.join(similar)}?" if similar else otherwise
 
 
 def _leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, dict[str, Any]]]:

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from typing import Any
 
-from ultrascale.description.problems import mistake
+from ultrascale.description.problems import did_you_mean, mistake
 from ultrascale.description.run import Run
 from ultrascale.description.schedules import SCHEDULES
 from ultrascale.schedules.ends import has_mirrors
@@ -274,8 +273,7 @@ def suitable(run: Run) -> list[str]:
 def expect_known(name: str) -> None:
     """Raise SpecError unless `name` is a fault, or `all`."""
     if name != "all" and name not in FAULTS:
-        similar = get_close_matches(name, FAULTS, n=3, cutoff=0.4)
-        remedy = f"Did you mean {' or '.join(similar)}?" if similar else "`ultrascale check --plant list` names them."
+        remedy = did_you_mean(name, FAULTS, "`ultrascale check --plant list` names them.", most=3, cutoff=0.4)
         raise mistake("--plant", f"knows no fault {name!r}", remedy)
 
 

@@ -16,7 +16,7 @@ from ultrascale.cli.measure.measure_speed import launched_once
 from ultrascale.cli.terminal.parse import parse_with_overrides
 from ultrascale.cli.terminal.screen import console_for_people, print_json
 from ultrascale.config.resolve import resolve, to_toml
-from ultrascale.description.problems import Problem, SpecError, mistake
+from ultrascale.description.problems import Problem, SpecError, did_you_mean, mistake
 from ultrascale.description.rank_environment import env_rank
 from ultrascale.description.run import Run
 from ultrascale.page.documents import step_document
@@ -101,9 +101,8 @@ def command(arguments: list[str]) -> int:
 
 
 def _unknown(what: str, path: str) -> Problem:
-    closest = get_close_matches(what, ("step", "speed", "network"), n=1)
     remedy = f"`ultrascale measure step {path}` or `ultrascale measure speed {path}`, settings after it."
-    remedy = f"Did you mean {closest[0]}?" if closest else remedy
+    remedy = did_you_mean(what, ("step", "speed", "network"), remedy)
     return Problem("measure", f"knows `step`, `speed` and `network`, and here is {what!r}", remedy)
 
 

@@ -160,8 +160,7 @@ def run_rows(resolved: Resolved, *, every: bool) -> list[tuple[str, str, str]]:
 def _expect_any(names: Collection[str], word: str, known: Iterable[str], what: str) -> None:
     """Raises SpecError if no name of a catalogue contains `word`."""
     if not names:
-        closest = get_close_matches(word, known, n=1)
-        remedy = f"Did you mean {closest[0]}?" if closest else f"`ultrascale show {what}` has all."
+        remedy = did_you_mean(word, known, f"`ultrascale show {what}` has all.")
         raise mistake(f"show {what}", f"no name contains {word!r}", remedy)
 
 

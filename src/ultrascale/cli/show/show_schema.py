@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from difflib import get_close_matches
 from functools import partial
 from typing import Annotated
 
@@ -10,7 +9,7 @@ import tyro
 
 from ultrascale.api.schemas.json_schema import file_of, names
 from ultrascale.cli.terminal.parse import parse
-from ultrascale.description.problems import mistake
+from ultrascale.description.problems import did_you_mean, mistake
 
 
 def show_schema(name: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[NAME]")] = (), /) -> int:
@@ -33,8 +32,7 @@ def show_schema(name: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf
             print(f"{schema_name:{width}}  {file_of(schema_name)}")
         return 0
     if name[0] not in names():
-        closest = get_close_matches(name[0], names(), n=1)
-        remedy = f"Did you mean {closest[0]}?" if closest else f"There are {', '.join(names())}."
+        remedy = did_you_mean(name[0], names(), f"There are {', '.join(names())}.")
         raise mistake("schema", f"there is none of {name[0]!r}", remedy)
     print(file_of(name[0]).read_text(), end="")
     return 0

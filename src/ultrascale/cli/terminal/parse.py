@@ -218,8 +218,7 @@ def _chosen(verbs: tuple[Any, ...], name: str, words: list[str]) -> tuple[Any, l
     word = words[0] if words else ""
     if word not in by_word:
         rule = f"there is no verb `{name} {word}`" if word else f"is missing: {name} does several things"
-        closest = get_close_matches(word, by_word, n=1)
-        remedy = f"Did you mean {closest[0]}?" if closest else f"Say one of {', '.join(by_word)}."
+        remedy = did_you_mean(word, by_word, f"Say one of {', '.join(by_word)}.")
         raise mistake("VERB", rule, remedy)
     return read_words(by_word[word], f"{name} {word}", words[1:], positional={})
 
