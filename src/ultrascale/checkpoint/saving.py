@@ -30,7 +30,6 @@ from ultrascale.checkpoint.errors import CheckpointError, LostContactError
 from ultrascale.checkpoint.finite import expect_finite
 from ultrascale.checkpoint.manifest import MANIFEST_NAME, Shard, decode, encode, manifest_of, metadata_text, shard_name
 from ultrascale.checkpoint.slices import Tensors, pieces_of, slices_of
-from ultrascale.description.units import first_few
 from ultrascale.failpoints import failpoint
 from ultrascale.open_folder import OpenFolder
 

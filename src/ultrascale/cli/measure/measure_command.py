@@ -7,7 +7,6 @@ import os
 import re
 import sys
 from dataclasses import dataclass
-from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
