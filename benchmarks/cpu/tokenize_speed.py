@@ -22,8 +22,8 @@ from pathlib import Path
 
 import tokenizers
 
+from ultrascale.catalogue.machines import usable_cores
 from ultrascale.data.preparing.prepare import Recipe, prepare
-from ultrascale.data.preparing.workers import available_cores
 from ultrascale.data.tokenizer import load_tokenizer, train_tokenizer
 
 
@@ -65,7 +65,7 @@ def time_prepare(tokenizer_path: Path, source: Path, cores: int) -> tuple[int, f
 def measure(megabytes: int, repetitions: int) -> dict[str, object]:
     """Runs both sides in turn; medians and extremes."""
     texts = read_texts(Path(sysconfig.get_paths()["stdlib"]), megabytes << 20)
-    cores = available_cores()
+    cores = usable_cores()
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "source")
         source.mkdir()

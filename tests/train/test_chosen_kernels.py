@@ -21,7 +21,7 @@ from ultrascale.description.problems import SpecError
 from ultrascale.kernels.attention.flash_packages import MODULES
 from ultrascale.kernels.choice import implementation
 from ultrascale.kernels.choice.contest import Verdict
-from ultrascale.kernels.choice.fused_contest import _CASES, fused_shape, kernels_of
+from ultrascale.kernels.choice.fused_contest import _CASES, _Draw, fused_shape, kernels_of
 from ultrascale.kernels.choice.implementation import choose
 from ultrascale.parallel.mesh import Ranks
 from ultrascale.train.start import chosen_kernels
@@ -159,7 +159,7 @@ def test_norms_are_timed_as_the_model_calls_them() -> None:
         shape = fused_shape(model, Layout(), 16, torch.bfloat16)
         for kernel in ("norm", "norm_of_sum"):
             assert kernel in kernels_of(model, Layout())
-            *streams, scale = _CASES[kernel](model, shape, torch.device("cpu"))[1]
+            *streams, scale = _CASES[kernel](model, shape, _Draw(shape, torch.device("cpu")))[1]
             assert scale.dtype == weight and {one.dtype for one in streams} == {torch.bfloat16}
 
 

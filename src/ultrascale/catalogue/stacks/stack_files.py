@@ -141,7 +141,7 @@ def stack_file(name: str) -> StackFile:
     """The file with this name. Raises SpecError with the known names."""
     if name not in stack_names():
         program, remedy = program_of(name), f"Choose one of {', '.join(stack_names())}."
-        remedy = f"{program[0]} stands for it." if program else _nearest(name, stack_names(), remedy)
+        remedy = f"{program[0]} stands for it." if program else did_you_mean(name, stack_names(), remedy, most=2)
         raise mistake("stack", f"there is no trainer called {name!r}", remedy)
     table = tomllib.loads((FOLDER / f"{name}.toml").read_text(encoding="utf-8"))
     base = stack_file(table["extends"]) if "extends" in table else None

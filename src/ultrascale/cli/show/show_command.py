@@ -20,7 +20,7 @@ from ultrascale.config.rules.run_rules import run_notes
 from ultrascale.config.schema import leaves, setting_at
 from ultrascale.config.train_defaults import train_defaults
 from ultrascale.console import plain_table
-from ultrascale.description.problems import mistake
+from ultrascale.description.problems import did_you_mean, mistake
 from ultrascale.description.run import Run
 from ultrascale.description.units import format_bytes, format_bytes_per_second, format_count, format_flops_per_second
 

@@ -24,7 +24,7 @@ from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, get_args, 
 from ultrascale.api.keywords import MIN_SIMILARITY, as_kind, unknown_flag
 from ultrascale.config.choices import without_none
 from ultrascale.config.schema import STAND_INS, leaves, unknown_key
-from ultrascale.description.problems import Problem, SpecError, expect_none, mistake
+from ultrascale.description.problems import Problem, SpecError, did_you_mean, expect_none, mistake
 
 T = TypeVar("T")
 BOOLEAN_WORDS = ("true", "false", "yes", "no", "on", "off", "1", "0")
