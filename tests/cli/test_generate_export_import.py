@@ -236,9 +236,11 @@ def test_a_chat_model_keeps_its_template_and_the_ends_of_its_texts_from_import_t
     text = run_file.read_text().replace(f"{home}/tokens", f"{home}/prepared").replace("tokenizer =", "# ")
     run_file.write_text(text.replace(str(exported), str(chat)))
     assert main(["import", str(chat), str(run_file)]) == 0
-    assert main(["export", str(home / "out" / "continued"), str(home / "again")]) == 0
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        assert (home / "again" / name).read_bytes() == (chat / name).read_bytes()
+    assert main(["train", str(run_file), "--checkpoint.store", f"file://{home}/store"]) == 0
+    for run, folder in ((home / "out" / "continued", home / "again"), (f"file://{home}/store/continued", home / "from-store")):
+        assert main(["export", str(run), str(folder)]) == 0
+        for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+            assert (folder / name).read_bytes() == (chat / name).read_bytes()
     config, generation = (json.loads((home / "again" / f"{name}config.json").read_text()) for name in ("", "generation_"))
     assert (config["eos_token_id"], generation["eos_token_id"]) == (turn, [turn, document])
 

@@ -284,6 +284,12 @@ def test_a_layout_without_sequence_parallelism_says_so_in_ranking_and_headline(c
     assert main(words) == 0 and "without s" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("form", [["--layout.recompute=mlp_act"], ["--layout.recompute", "mlp_act"]])
+def test_a_value_of_a_searched_flag_keeps_its_underscores(form, capsys):
+    assert main(["plan", "--model", "llama-3-8b", "--gpus", "8xh100", "--json", *form]) == 0
+    assert json.loads(capsys.readouterr().out)["layout"]["recompute"] == "mlp_act"
+
+
 def test_on_processors_dp_is_what_the_other_axes_leave(capsys):
     """`check --model tiny-llama-4m --gpus 2xcpu --tp 2` was 4 ranks that do not fit."""
     described = ModelAndMachines("tiny-llama-4m", "4xcpu", 64, None)

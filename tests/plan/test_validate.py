@@ -437,14 +437,17 @@ def test_settings_that_differ_between_runs_are_open_unless_a_cell_states_them():
     ("cells", "expert_tp"),
     [
         ({"expert_ffn": "14336"}, 2), ({"expert_ffn": "1408"}, 1), ({"expert_ffn": "1408", "ep": ""}, 2),
-        ({"expert_ffn": "1408", "etp": "2"}, 2),
+        ({"expert_ffn": "1408", "etp": "2"}, 2), ({"expert_ffn": "14336", "etp": "1"}, 1),
     ],
 )  # fmt: skip
 def test_fine_grained_experts_stay_whole_beside_expert_parallelism(cells: dict[str, str], expert_tp: int):
     """Qwen3 235B over 256 H100 with tp 4 and 16 to 131 thousand tokens (Megatron's model zoo, 2025): 47 to 106 percent too slow
     with its experts of 1536 cut by tp, 9 at most without."""
     moe = {"experts": "64", "topk": "6", "ep": "4", "tp": "2", "dp": "8", "n_gpus": "16", "stack": "megatron"}
-    assert setup_of(config(**(moe | cells))).layouts[0].expert_tp == expert_tp
+    setup = setup_of(config(**(moe | cells)))
+    assert setup.layouts[0].expert_tp == expert_tp
+    words = "experts cut by tp = 2" if expert_tp > 1 else "experts not cut by tp"
+    assert (words in setup.assumed) == ("etp" not in cells)
 
 
 def test_a_zero_bubble_schedule_in_twice_the_activations_is_said_to_be_read_as_another():

@@ -8,6 +8,7 @@ import torch
 
 from ultrascale.checkpoint.disk.files import Piece
 from ultrascale.checkpoint.errors import CheckpointError
+from ultrascale.description.units import first_few
 
 MAX_SHOWN = 5
 
@@ -17,7 +18,7 @@ def expect_finite(pieces: list[Piece]) -> None:
     extremes = [(piece.name, torch.stack(torch.aminmax(piece.tensor))) for piece in pieces if _can_be_otherwise(piece.tensor)]
     bad = dict.fromkeys(name for name, extreme in extremes if not extreme.isfinite().all())
     if bad:
-        names = ", ".join(list(bad)[:MAX_SHOWN]) + (f" and {len(bad) - MAX_SHOWN} more" if len(bad) > MAX_SHOWN else "")
+        names = first_few(list(bad), MAX_SHOWN)
         remedy = "Nothing was saved, and what was before is as it was. Go on from there with a lower learning rate."
         raise CheckpointError(f"{names}: NaN or infinite. {remedy}")
 

@@ -14,7 +14,7 @@ from ultrascale.measure.plots import last_timed_start, read_memory, read_metrics
 
 @dataclass(frozen=True)
 class Summary:
-    """Summary of one run. None: not in the folder."""
+    """Summary of one run. null (None): not in the folder."""
 
     steps: int
     tokens: int | None

@@ -46,7 +46,7 @@ class Outcome:
     """Norm of the difference from torch's result in fp64, over the norm of that."""
     is_right: bool
     seconds: float | None
-    """Median of many runs in seconds; None in the interpreter, which has no meaningful speed."""
+    """Median of many runs in seconds; null (None) in the interpreter, which has no meaningful speed."""
     rate: float | None
     """Bytes or FLOPs per second, counting only what must be moved or computed."""
     unit: str

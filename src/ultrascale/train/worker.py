@@ -53,7 +53,8 @@ def main() -> int:
         end_with_starter()
     run = resolve(args.run).run
     code = run_or_explain(lambda: _work(run, args), args.failure)
-    if code == 0 and args.saved is not None and env_rank() == 0:
+    trains = args.profile is None and args.speed is None
+    if code == 0 and trains and args.saved is not None and env_rank() == 0:
         args.saved.touch()
     return code
 

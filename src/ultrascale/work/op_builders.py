@@ -336,10 +336,10 @@ def moved(
     return Op(name, kind, reads, (result, *kept), saves, moved_bytes=moves, backward_moved_bytes=moves)
 
 
-def gathers(axis: Axis, num_bytes: int, hideable: Hideable = "") -> tuple[Collective, Collective]:
+def gathers(axis: Axis, num_bytes: int) -> tuple[Collective, Collective]:
     """Forward all-gather of a tensor, and backward reduce-scatter of its gradient."""
-    forward = Collective("all_gather", axis, num_bytes, "forward", hideable)
-    return forward, Collective("reduce_scatter", axis, num_bytes, "backward", hideable)
+    forward = Collective("all_gather", axis, num_bytes, "forward")
+    return forward, Collective("reduce_scatter", axis, num_bytes, "backward")
 
 
 def scatters(axis: Axis, num_bytes: int, hideable: Hideable = "") -> tuple[Collective, Collective]:

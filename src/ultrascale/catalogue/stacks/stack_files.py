@@ -91,7 +91,8 @@ class Usual:
     sequence_parallel: bool = True
     """Sequence parallelism together with tensor parallelism."""
     expert_tp: Literal["tp", "none"] = "none"
-    """tp: experts at least as wide as the model are sharded like the other weights; none: no experts are."""
+    """tp: experts are sharded like the other weights, but whole beside ep if they are narrower than the model; none: they are
+    not."""
     cp_method: CpMethod = "ring"
     virtual_stages: tuple[int, ...] | Literal["any"] = (1,)
     """Virtual pipeline stages per rank, for schedules with several; any: every number that divides the layers."""
@@ -166,11 +167,7 @@ def stack_file(name: str) -> StackFile:
         table.get("writes", base.writes if base else name),
         tuple(table.get("judged_by", ())),
         replace(stated, **_tuples(usual)),
-        Abilities(**_tuples({**can, **{key: names for key, names in EVERY.items() if can.get(key) == "all"}}))
-        if can is not None
-        else base.can
-        if base
-        else Abilities(),
+        Abilities(**_tuples(can)) if can is not None else base.can if base else Abilities(),
         {**(base.sources if base else {}), **{key: leaf["from"] for key, leaf in leaves.items()}},
         {**(base.shared if base else {}), **{key: leaf["shared"] for key, leaf in leaves.items() if "shared" in leaf}},
     )

@@ -47,10 +47,11 @@ def fetched(place: Path) -> Iterator[Path]:
 
 
 def fetch_newest_checkpoint(store: Store, run: Path) -> None:
-    """Download the newest complete checkpoint of the run in `store`, and its tokenizer, to the run's folder `run`."""
+    """Download the newest complete checkpoint of the run in `store`, and its tokenizer's files, to the run's folder `run`."""
     from ultrascale.checkpoint import CheckpointError
     from ultrascale.checkpoint.listing import only_damaged
     from ultrascale.checkpoint.stored import fetch, stored_checkpoints
+    from ultrascale.models.files.tokenizer_files import TOKENIZER_FILES
     from ultrascale.storage import DamagedError
 
     damage = []
@@ -62,8 +63,9 @@ def fetch_newest_checkpoint(store: Store, run: Path) -> None:
         except (CheckpointError, DamagedError) as error:
             damage.append(str(error))
             continue
-        with suppress(MissingError):
-            (run / TOKENIZER).write_bytes(store.read(TOKENIZER))
+        for name in TOKENIZER_FILES:
+            with suppress(MissingError):
+                (run / name).write_bytes(store.read(name))
         return
     if damage:
         raise only_damaged(store.url, damage)

@@ -89,7 +89,7 @@ class Space:
 
 @dataclass
 class _Rules:
-    """Rules of a search: requested values and the trainer's abilities. Column refusals."""
+    """Rules of a search: requested values and the trainer's abilities. Counts refusals."""
 
     workload: Workload
     base: Layout

@@ -50,6 +50,7 @@ from ultrascale.checkpoint.stored.publish import files_of, published_version
 from ultrascale.description.problems import mistake
 from ultrascale.description.run import Run
 from ultrascale.launch.events import stamp
+from ultrascale.models.files.tokenizer_files import TOKENIZER_FILES
 from ultrascale.parallel.mesh import Ranks
 from ultrascale.parallel.time_limits import SLOW_SECONDS
 from ultrascale.run_rows import event_line
@@ -63,7 +64,7 @@ BEAT_SECONDS = 5.0
 Reads = Callable[[Manifest], set[str]]
 """The shards of a checkpoint that this rank reads when it resumes."""
 SMALL = ("run.toml", "plan.json", "environment.json", "memory.json", "metrics.jsonl", "events.jsonl", "log.txt",
-         "tokenizer.json")  # fmt: skip
+         *TOKENIZER_FILES)  # fmt: skip
 
 
 @contextmanager

@@ -50,9 +50,9 @@ MOST_NAMED = 2
 def attempt(folder: RunFolder, ranks: Ranks, signs: Signs) -> Iterator[None]:
     """Context in which ranks train that no launcher of ours watches. On entry, records in the events how the previous attempts
     ended, if they did not end in order. Collective; rank 0 owns the folder."""
-    nodes = [json.loads(text) for text in ranks.gather_text(json.dumps(_here(signs)))]
-    before = json.loads(ranks.gather_text(json.dumps(_before(folder) if ranks.is_first else None))[0])
-    gathered = [json.loads(text) for text in ranks.gather_text(json.dumps(_local_reports(before) if signs.leads else []))]
+    nodes = ranks.gather_json(_here(signs))
+    before = ranks.gather_json(_before(folder) if ranks.is_first else None)[0]
+    gathered = ranks.gather_json(_local_reports(before) if signs.leads else [])
     again = any(int(text) > 0 for text in ranks.gather_text(os.environ.get(RESTARTS, "0")))  # each agent counts its own
     if ranks.is_first:
         reports = [report for of_rank in gathered for report in of_rank]
