@@ -58,7 +58,8 @@ def block_memory(
 ) -> BlockMemory:
     """Memory of decoder block `layer`. `shape.kernels` are those of `stack`; `recompute` as in `Layout`, without every-k.
     `splits`: the backward pass is I, which keeps inputs and output gradients of linear layers for W."""
-    return BlockMemory(*block_columns(model, layer, [shape], recompute=recompute, stack=stack, splits=splits)[0].astype(int))
+    (fields,) = block_columns(model, layer, [shape], recompute=recompute, stack=stack, splits=splits)
+    return BlockMemory(*map(int, fields))
 
 
 def block_columns(
