@@ -169,6 +169,8 @@ def another_thread() -> Iterator[None]:
     finally:
         ends.set()
         thread.join()
+        while os.path.exists(f"/proc/self/task/{thread.native_id}"):  # which ends a moment after
+            time.sleep(0.001)
 
 
 def test_whether_a_fork_can_do_a_backward_pass_is_tried_once_for_the_threads_that_there_are(monkeypatch):
