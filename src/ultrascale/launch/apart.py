@@ -12,6 +12,7 @@ import subprocess
 import sys
 from types import FrameType
 
+from ultrascale.catalogue.machines import usable_cores
 from ultrascale.description.problems import mistake
 from ultrascale.description.run import Run
 from ultrascale.launch.orphans import terminate_with_parent
@@ -33,7 +34,7 @@ def launch_islands(run_toml: str, run: Run, flags: tuple[str, ...]) -> int:
     with scratch_folder("islands") as folder:
         (folder / "run.toml").write_text(run_toml)
         words = [sys.executable, "-m", "ultrascale", "train", str(folder / "run.toml"), *flags, "--island"]
-        threads = str(max(1, (os.cpu_count() or 1) // count))
+        threads = str(max(1, usable_cores() // count))
         started: list[subprocess.Popen[bytes]] = []
 
         def pass_on(number: int, frame: FrameType | None) -> None:

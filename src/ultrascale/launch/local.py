@@ -25,6 +25,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
+from ultrascale.catalogue.machines import usable_cores
 from ultrascale.config.rules.early import expect_processes
 from ultrascale.config.rules.time_limits import GRACE_SECONDS, TORCHRUN_GRACE
 from ultrascale.description.units import count_of
@@ -277,7 +278,7 @@ def _failed(error: object, failure: Path, folder: Path) -> Ending:
 
 def _prepare_environment(num_processes: int, grace: float) -> None:
     os.environ.setdefault(TORCHRUN_GRACE, str(ceil(grace)))
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_processes)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // num_processes)))
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # else the agent would open a port that nothing needs
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "512")  # collectives that torch's flight recorder remembers
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")

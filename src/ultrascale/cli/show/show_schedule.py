@@ -5,13 +5,13 @@ With `--executed`, also the step as it ran on this machine, below the planned st
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 from rich.table import Table
 
 from ultrascale.api.planning.plan_request import SHORT
 from ultrascale.api.schedule import ExecutedSchedule, Schedule, ScheduleOptions, Schedules, answer, play_all
+from ultrascale.catalogue.machines import usable_cores
 from ultrascale.cli.terminal.parse import parse_with_overrides
 from ultrascale.cli.terminal.screen import console_for_people, drawing_width, print_json
 from ultrascale.console import plain_table
@@ -106,7 +106,7 @@ def show_executed(result: ExecutedSchedule) -> None:
     from ultrascale.plan.view.draw_schedule import draw_beside
 
     console, pair = console_for_people(), result.pair
-    ranks, cores = len(pair.executed.schedule), os.cpu_count() or 1
+    ranks, cores = len(pair.executed.schedule), usable_cores()
     names = [f"rank {rank} " for rank in range(ranks)]
     margin = max(map(len, names))
     timelines = {"planned, with the mean seconds of each stage's passes": pair.planned, "executed": pair.executed}

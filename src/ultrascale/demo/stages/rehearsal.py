@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ultrascale.catalogue.machines import usable_cores
 from ultrascale.description.layout import Precision
 from ultrascale.description.run import Run
 from ultrascale.launch.forked import run_forked
@@ -55,7 +56,7 @@ def step_seconds(run: Run, flops_per_second: float) -> float:
 def threads_of_a_rank(num_processes: int) -> int:
     """Threads that the launcher gives each process."""
     setting = os.environ.get("OMP_NUM_THREADS", "")
-    return int(setting) if setting.isdigit() else max(1, (os.cpu_count() or 1) // num_processes)
+    return int(setting) if setting.isdigit() else max(1, usable_cores() // num_processes)
 
 
 def _seconds_on_rank(rendezvous: str, run: Run) -> dict[str, float]:
