@@ -23,8 +23,7 @@ from ultrascale.catalogue.stacks.stack import Selective, Stack
 from ultrascale.description.architecture.model import Model
 from ultrascale.description.architecture.weights import layer_weights, weights_outside_layers
 from ultrascale.description.recomputed import BlockRecompute
-from ultrascale.plan.memory.block_walk import BlockWalk, Nothing
-from ultrascale.plan.memory.gradients import DeferredGradient
+from ultrascale.plan.memory.block_walk import BlockWalk, Nothing, Unwinding
 from ultrascale.plan.memory.ledger import Allocation, Ledger
 from ultrascale.plan.memory.sharding import Shards
 from ultrascale.plan.memory.tally import Tally
@@ -268,24 +267,15 @@ class _Part(BlockWalk):
         columns = (saved, forward_peak, ledger.peak, waiting)
         return np.stack([np.broadcast_to(column, self.result_bytes.shape) for column in columns], axis=1)
 
-    def _backward_op(
-        self,
-        op: Op,
-        saved: list[Allocation],
-        arriving: Allocation,
-        gradients: dict[str, Allocation],
-        sizes: dict[str, int],
-        layer: int | None,
-        deferred: list[DeferredGradient] | None,
-    ) -> None:
-        leaving = self._input_gradients(op, op.reads, saved, arriving, sizes)
+    def _backward_op(self, op: Op, saved: list[Allocation], arriving: Allocation, now: Unwinding) -> None:
+        leaving = self._input_gradients(op, op.reads, saved, arriving, now.sizes)
         if self.splits and is_deferrable(op):
             self._defer_weight_gradient(op, saved, arriving)
         else:
             self._make_weight_gradients(op, saved)
             self.ledger.touch("", "", op.backward_scratch_bytes)
         self.ledger.release_all([arriving, *saved])
-        self._merge(gradients, leaving)
+        self._merge(now.gradients, leaving)
 
     def _defer_weight_gradient(self, op: Op, saved: list[Allocation], arriving: Allocation) -> None:
         """Keep a linear layer's input and output gradient for W: this rank's positions of a row-parallel layer's, rounded in

@@ -7,6 +7,7 @@ calls what differs: `_backward_op`, `_experts`, `_shared`.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,6 +40,19 @@ class Tape:
     """Tensors offloaded to the host (`parallel.activations.offload`)."""
 
 
+@dataclass(frozen=True)
+class Unwinding:
+    """A backward pass that runs over a tape."""
+
+    gradients: dict[str, Allocation]
+    """By name: of results that the pass has not reached, then of inputs."""
+    sizes: dict[str, int]
+    """Bytes of every activation, by name."""
+    layer: int | None
+    deferred: list[DeferredGradient] | None
+    """Gradients of weights that I leaves for W; None if the pass is not split."""
+
+
 class Nothing:
     """Stand-in for `Shards` and `Tally` whose every method does nothing."""
 
@@ -49,7 +63,7 @@ class Nothing:
         return lambda *args, **kwargs: None
 
 
-class BlockWalk:
+class BlockWalk(ABC):
     """Passes of a block on a ledger."""
 
     def __init__(self, ledger: Ledger, tally: Tally, shards: Shards, hidden_bytes: int):
@@ -66,19 +80,10 @@ class BlockWalk:
         """Tensors that all blocks read, by name."""
         return {}
 
-    def _backward_op(
-        self,
-        op: Op,
-        saved: list[Allocation],
-        arriving: Allocation,
-        gradients: dict[str, Allocation],
-        sizes: dict[str, int],
-        layer: int | None,
-        deferred: list[DeferredGradient] | None,
-    ) -> None:
-        """Backward pass of `op`, whose result has the gradient `arriving`: adds those of its inputs to `gradients`, and
+    @abstractmethod
+    def _backward_op(self, op: Op, saved: list[Allocation], arriving: Allocation, now: Unwinding) -> None:
+        """Backward pass of `op`, whose result has the gradient `arriving`: adds those of its inputs to those of `now`, and
         releases `arriving` and `saved`."""
-        raise NotImplementedError
 
     def _run(
         self,
@@ -206,7 +211,7 @@ class BlockWalk:
         after it."""
         sizes = {a.name: a.num_bytes for op, _ in tape.entries for a in op.makes}
         sizes |= dict.fromkeys(("hidden", "final", "coming"), self.hidden_bytes)
-        ops = tuple(op for op, _ in tape.entries)
+        now, ops = Unwinding(gradients, sizes, layer, deferred), tuple(op for op, _ in tape.entries)
         experts, first, last = self._experts(layer, ops)
         for index, (op, saved) in reversed(list(enumerate(tape.entries))):
             if tape.remade and layer is not None and any(result.name in gradients for result in op.makes):
@@ -219,7 +224,7 @@ class BlockWalk:
             if not arrived:
                 self.ledger.release_all(saved)
                 continue
-            self._backward_op(op, saved, arrived[0], gradients, sizes, layer, deferred)
+            self._backward_op(op, saved, arrived[0], now)
             self.ledger.release_all(arrived[1:])
             if experts is not None and index == first:
                 assert action is not None

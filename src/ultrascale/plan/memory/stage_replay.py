@@ -21,7 +21,7 @@ from ultrascale.catalogue.stacks.stack_files import STACKS
 from ultrascale.description.architecture.model import Model
 from ultrascale.description.layout import DTYPE_BYTES, OFFLOAD_FROM_BYTES, OFFLOAD_RESIDENT
 from ultrascale.description.recomputed import BlockRecompute
-from ultrascale.plan.memory.block_walk import BlockWalk, Nothing, Tape
+from ultrascale.plan.memory.block_walk import BlockWalk, Nothing, Tape, Unwinding
 from ultrascale.plan.memory.gradients import (
     DeferredGradient,
     StageGradients,
@@ -327,20 +327,12 @@ class StageReplay(BlockWalk):
     def _shared(self) -> dict[str, Allocation]:
         return self._now.shared
 
-    def _backward_op(
-        self,
-        op: Op,
-        saved: list[Allocation],
-        arriving: Allocation,
-        gradients: dict[str, Allocation],
-        sizes: dict[str, int],
-        layer: int | None,
-        deferred: list[DeferredGradient] | None,
-    ) -> None:
-        ledger, names = self.ledger, self.work.names(op.weights, layer) if op.weights else []
+    def _backward_op(self, op: Op, saved: list[Allocation], arriving: Allocation, now: Unwinding) -> None:
+        ledger, deferred = self.ledger, now.deferred
+        names = self.work.names(op.weights, now.layer) if op.weights else []
         joined = self.is_ours and reads_gathered(op) and not op.in_fp8  # one autograd node with the others of its input
-        separate = [name for name in op.reads if not (joined and name in gradients)]  # the others are added in place
-        leaving = self._input_gradients(op, separate, saved, arriving, sizes)
+        separate = [name for name in op.reads if not (joined and name in now.gradients)]  # the others are added in place
+        leaving = self._input_gradients(op, separate, saved, arriving, now.sizes)
         scratch = op.backward_scratch_bytes
         self.tally.backward(op if deferred is None else self._of_input(op))
         if deferred is not None and is_row_sum(op):
@@ -372,7 +364,7 @@ class StageReplay(BlockWalk):
         self.ledger.release_all([arriving, *saved, *([] if share is None else [share])])
         for name, gradient in new:
             self.gradients.arrive(name, gradient)
-        self._merge(gradients, leaving)
+        self._merge(now.gradients, leaving)
 
     def _count_recomputation(self, layer: int, ops: tuple[Op, ...]) -> None:
         """Count the FLOPs and messages of a block's recomputation."""
