@@ -235,7 +235,7 @@ class _Part(BlockWalk):
         """`op` with columns in place of numbers of bytes."""
         results, scratch, backward_scratch = self._columns[op.name]
         return replace(
-            op, makes=tuple(Activation(name, results[name]) for name, _ in op.makes), weights=(), keeps_alive=(),
+            op, makes=tuple(Activation(name, results[name]) for name, _ in op.makes), weights=(),
             scratch_bytes=scratch, backward_scratch_bytes=backward_scratch,
         )  # fmt: skip
 
@@ -244,7 +244,7 @@ class _Part(BlockWalk):
         recomputation if `recomputation` names no kinds."""
         ledger, kept_names = cast(_Columns, self.ledger), frozenset[str]()
         recomputed = tuple(
-            region._replace(ops=tuple(map(self._in_columns, region.ops)), hidden=frozenset())
+            region._replace(ops=tuple(map(self._in_columns, region.ops)))
             for region in regions_of(self.plain_ops, recomputation)
         )
         live = {name: ledger.take("", "", self.hidden_bytes) for name in self.inputs}
