@@ -117,6 +117,7 @@ def test_names_of_the_hub_are_read(told, name):
         ("/nowhere/config.json", "there is no file or folder", "config.json"), ("llama-40b", "no model", "Did you mean llama-"),
         ("llama-3-8b-4x", "no model", "llama-3-8b"), ("moonshotai/Kimi-K2-Instruct-0905", "no model", "kimi-k2"),
         ("Qwen/Qwen3-30B-A3B-Instruct-2507", "no model", "qwen3-30b-a3b"),  # longer positions, turned otherwise
+        ("9" * 400, "no model", "config.json"),
     ],
 )  # fmt: skip
 def test_what_is_no_name_is_never_taken_for_the_nearest(told, rule, remedy):

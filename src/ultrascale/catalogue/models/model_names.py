@@ -28,7 +28,7 @@ def normal_name(text: str) -> str:
 
 def parameters_in_name(text: str) -> float | None:
     """Number of parameters, if a name is nothing but that number: `40B`, `7b`, `8030000000`."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([mbt])?", text.strip().lower())
+    match = re.fullmatch(r"(\d{1,18}(?:\.\d+)?)\s*([mbt])?", text.strip().lower())
     if match is None:
         return None
     size = float(match[1]) * _SCALE.get(match[2] or "", 1.0)
