@@ -86,7 +86,7 @@ def prepare(
     prepared
 
     Args:
-        inputs: Files, or folders to search for files; also s3://, gs://, az:// and hf://.
+        inputs: Files, or folders to search for files that are not hidden; also s3://, gs://, az:// and hf://.
         output: Folder for the shards, manifest.json and tokenizer.json.
         tokenizer: A tokenizer.json, or the Hugging Face folder that holds one.
         train_tokenizer: Alternatively, train a byte-level BPE of this vocabulary size on the input.

@@ -177,16 +177,21 @@ def _walk(folder: Path, glob: str, exclude: tuple[str, ...]) -> Iterator[tuple[P
     def refuse(error: OSError) -> None:
         raise DataError(str(error.filename), f"cannot be listed: {error.strerror}", "Check its permissions.") from error
 
-    paths = []
-    for parent, folders, names in os.walk(folder, onerror=refuse):
-        folders[:] = [name for name in folders if not matches(name, exclude)]
-        paths += [Path(parent, name) for name in names if fnmatch(name, glob) and not matches(name, exclude)]
+    paths, seen = [], set[tuple[int, int]]()
+    for parent, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
+        facts = os.stat(parent)
+        if (facts.st_dev, facts.st_ino) in seen:  # by a link
+            folders.clear()
+            continue
+        seen.add((facts.st_dev, facts.st_ino))
+        folders[:] = sorted(name for name in folders if not is_left_out(name, glob, exclude))
+        paths += [Path(parent, name) for name in names if fnmatch(name, glob) and not is_left_out(name, glob, exclude)]
     yield from sorted(((path, path.relative_to(folder).as_posix()) for path in paths), key=lambda item: os.fsencode(item[1]))
 
 
-def matches(name: str, patterns: tuple[str, ...]) -> bool:
-    """True if the name matches one of the patterns."""
-    return any(fnmatch(name, pattern) for pattern in patterns)
+def is_left_out(name: str, glob: str, exclude: tuple[str, ...]) -> bool:
+    """True if a file or folder of this name is excluded, or hidden (a name that begins with a dot, if `glob` does not)."""
+    return (name.startswith(".") and not glob.startswith(".")) or any(fnmatch(name, pattern) for pattern in exclude)
 
 
 def _describe(path: Path, name: str) -> tuple[InputFile, tuple[int, int]]:
