@@ -105,6 +105,11 @@ class Loader:
                 inside[in_source] = shuffled(counts[in_source], size=size, key=self._keys[place])
         return source, inside
 
+    def epochs(self, num_sequences: int) -> list[float]:
+        """How often each source is read by the first `num_sequences` numbers."""
+        counts = self._blend.counts(num_sequences).tolist()
+        return [count / size for count, size in zip(counts, self.sequences_per_epoch, strict=True)]
+
     def read(self, numbers: Iterable[int]) -> Sequences:
         """The sequences with these global numbers, in the order given; int64 arrays [N, S].
 
@@ -223,6 +228,11 @@ class Blend:
         block, place = np.divmod(numbers, BLOCK)
         source = self._source[place]
         return source, block * self.quotas[source] + self._turn[place]
+
+    def counts(self, number: int) -> Integers:
+        """How many of the numbers before `number` are each source's, [sources]."""
+        blocks, place = divmod(number, BLOCK)
+        return blocks * self.quotas + np.bincount(self._source[:place], minlength=len(self.quotas))
 
 
 def block_quotas(weights: tuple[float, ...]) -> list[int]:

@@ -140,7 +140,7 @@ class Evaluation:
     """Steps between evaluations. None: never. If `data.validation` is not set and `data prepare` held out text, `train` reads
     that, and if this is not set either, a tenth of the run lies between."""
     sequences: int = 32
-    """Sequences of each validation source, at most all that it has; the same ones at every evaluation."""
+    """Sequences of each validation source, at most all that it has; the same ones at every evaluation, whatever the seed."""
 
 
 @dataclass(frozen=True)

@@ -48,15 +48,18 @@ def evaluated_sequences(run: Run, loader: Loader) -> int:
     return min(run.evaluation.sequences, sum(loader.sequences_per_epoch))
 
 
-def evaluation_lines(run: Run, validation: dict[str, Loader]) -> list[str]:
-    """A line for each metric: over how much of its validation corpus it is a mean."""
-    return [
-        f"{name}: the mean over {evaluated_sequences(run, loader):,} of "
-        f"{count_of(sum(loader.sequences_per_epoch), 'sequence')} of {', '.join(source.path for source in loader.sources)} "
-        "(evaluation.sequences)"
-        for name, loader in validation.items()
-        if run.evaluation.every_steps
-    ]
+def evaluation_lines(run: Run, training: Loader, validation: dict[str, Loader]) -> list[str]:
+    """Lines for each metric: over how much of its validation corpus it is a mean; a note if the run trains on that corpus."""
+    if not run.evaluation.every_steps:
+        return []
+    trained, lines = {corpus.fingerprint() for corpus in training.corpora}, []
+    for name, loader in validation.items():
+        path = ", ".join(source.path for source in loader.sources)
+        of = count_of(sum(loader.sequences_per_epoch), "sequence")
+        lines.append(f"{name}: the mean over {evaluated_sequences(run, loader):,} of {of} of {path} (evaluation.sequences)")
+        if not trained.isdisjoint(corpus.fingerprint() for corpus in loader.corpora):
+            lines.append(f"note: {name} is measured on text that the run trains on: {path} is among data.sources too.")
+    return lines
 
 
 def evaluate(trainer: Trainer, loader: Loader, num_sequences: int) -> float | None:
