@@ -10,6 +10,7 @@ import sys
 
 import pytest
 from api.validator import wrong
+from tokenizers import Tokenizer, models
 
 from ultrascale.cli.data import command
 from ultrascale.description.problems import SpecError
@@ -60,6 +61,12 @@ def test_skipped_documents_are_printed_with_the_first_of_each_reason(text, capsy
     (text / "bad.py").write_bytes(b"\xff")
     assert command(arguments(text, "--on-bad", "skip")) == 0
     assert f"skipped 1 invalid_utf8, first {text / 'bad.py'}" in capsys.readouterr().out
+
+
+def test_a_tokenizer_that_loses_characters_is_told(text, tmp_path, capsys):
+    Tokenizer(models.BPE({"<|endoftext|>": 0, "e": 1, "f": 2}, [])).save(str(tmp_path / "few.json"))
+    assert command(["prepare", str(text), "--output", str(tmp_path / "out"), "--tokenizer", str(tmp_path / "few.json")]) == 0
+    assert "no tokens for rare characters, such as \N{SNOWMAN}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

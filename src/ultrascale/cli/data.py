@@ -195,6 +195,9 @@ def _draw_lines() -> Callable[[Progress], None]:
 
 
 def _print_prepared(prepared: Prepared, output: Path, *, wanted_ids: int | None, as_json: bool) -> None:
+    from ultrascale.data.preparing.prepare import TOKENIZER
+    from ultrascale.data.tokenizer import loses_characters
+
     manifest = prepared.manifest
     if as_json:
         validation = prepared.validation.summary() if prepared.validation else None
@@ -205,6 +208,8 @@ def _print_prepared(prepared: Prepared, output: Path, *, wanted_ids: int | None,
     ids = manifest.tokenizer.vocab_size
     if wanted_ids is not None and ids < wanted_ids:
         print(f"the tokenizer has {ids:,} ids, fewer than the {wanted_ids:,} asked for: the text gives no more")
+    if loses_characters(output / TOKENIZER):
+        print("the tokenizer has no tokens for rare characters, such as \N{SNOWMAN}: where text has them, they are lost")
     if prepared.validation:
         print(f"held out: {prepared.validation.tokens:,} tokens in {count_of(prepared.validation.documents, 'document')}")
     first = {reason: where for shard in reversed(manifest.shards) for reason, where in shard.skipped_first.items()}
