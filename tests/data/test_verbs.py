@@ -37,6 +37,11 @@ def test_prepare_and_inspect_print_what_was_made(text, capsys):
     assert "return x" in shown and "verified" in shown and "a document begins" in shown
 
 
+def test_held_out_text_that_no_run_finds_by_itself_is_told_with_its_folder_and_key(text, tmp_path, capsys):
+    assert command(arguments(text, "--validation-fraction", "0.2", "--validation", str(tmp_path / "held"))) == 0
+    assert f"in {tmp_path / 'held'}: train reads it if data.validation names it" in capsys.readouterr().out
+
+
 def test_json_output_is_json_with_the_counts(text, capsys):
     assert command(arguments(text, "--json")) == 0
     made = json.loads(capsys.readouterr().out)

@@ -114,7 +114,7 @@ def prepare(
         prepared = preparation.prepare(
             inputs, output=output, recipe=recipe, validation=validation, workers=workers, on_progress=draw
         )
-    _print_prepared(prepared, output, wanted_ids=train_tokenizer, as_json=json)
+    _print_prepared(prepared, output, validation, wanted_ids=train_tokenizer, as_json=json)
     return 0
 
 
@@ -194,7 +194,9 @@ def _draw_lines() -> Callable[[Progress], None]:
     return draw
 
 
-def _print_prepared(prepared: Prepared, output: Path, *, wanted_ids: int | None, as_json: bool) -> None:
+def _print_prepared(
+    prepared: Prepared, output: Path, validation: Path | None, *, wanted_ids: int | None, as_json: bool
+) -> None:
     from ultrascale.data.preparing.prepare import TOKENIZER
     from ultrascale.data.tokenizer import loses_characters
 
@@ -211,7 +213,9 @@ def _print_prepared(prepared: Prepared, output: Path, *, wanted_ids: int | None,
     if loses_characters(output / TOKENIZER):
         print("the tokenizer has no tokens for rare characters, such as \N{SNOWMAN}: where text has them, they are lost")
     if prepared.validation:
-        print(f"held out: {prepared.validation.tokens:,} tokens in {count_of(prepared.validation.documents, 'document')}")
+        tokens, documents = prepared.validation.tokens, count_of(prepared.validation.documents, "document")
+        where = "" if validation is None else f", in {validation}: train reads it if data.validation names it"
+        print(f"held out: {tokens:,} tokens in {documents}{where}")
     first = {reason: where for shard in reversed(manifest.shards) for reason, where in shard.skipped_first.items()}
     for reason, count in manifest.skipped.items():
         print(f"skipped {count:,} {reason}, first {first[reason]}")
