@@ -175,7 +175,8 @@ def _count_sequences(corpus: Corpus, sequence_length: int) -> int:
     count = (corpus.num_tokens - 1) // sequence_length
     if count < 1:
         problem = f"holds {corpus.num_tokens} tokens, a sequence needs {sequence_length + 1}"
-        raise DataError(str(corpus.path), problem, "Prepare more text, or lower batch.sequence_length.")
+        remedy = 'Prepare more text, or lower batch.sequence_length; evaluation.every_steps = "none" reads no held-out text.'
+        raise DataError(str(corpus.path), problem, remedy)
     return count
 
 
