@@ -37,6 +37,13 @@ def test_prepare_and_inspect_print_what_was_made(text, capsys):
     assert "return x" in shown and "verified" in shown and "a document begins" in shown
 
 
+def test_a_readme_beside_lines_of_json_is_told_to_be_a_document(text, capsys):
+    (text / "lines.jsonl").write_text('{"text": "a line"}\n')
+    (text / "README.md").write_text("about the lines")
+    assert command(arguments(text, "--glob", "[lR]*")) == 0
+    assert f"as one document: 1 file, first {text / 'README.md'}" in capsys.readouterr().out
+
+
 def test_held_out_text_that_no_run_finds_by_itself_is_told_with_its_folder_and_key(text, tmp_path, capsys):
     assert command(arguments(text, "--validation-fraction", "0.2", "--validation", str(tmp_path / "held"))) == 0
     assert f"in {tmp_path / 'held'}: train reads it if data.validation names it" in capsys.readouterr().out

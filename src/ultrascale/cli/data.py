@@ -198,6 +198,7 @@ def _print_prepared(
     prepared: Prepared, output: Path, validation: Path | None, *, wanted_ids: int | None, as_json: bool
 ) -> None:
     from ultrascale.data.preparing.prepare import TOKENIZER
+    from ultrascale.data.reading.inputs import kind_of
     from ultrascale.data.tokenizer import loses_characters
 
     manifest = prepared.manifest
@@ -207,6 +208,10 @@ def _print_prepared(
         return
     documents, shards = count_of(manifest.documents, "document"), count_of(len(manifest.shards), "shard")
     print(f"{output}: {manifest.tokens:,} tokens in {documents}, {shards}")
+    files = [file["file"] for file in manifest.request["inputs"]]
+    texts = [file for file in files if kind_of(Path(file))[0] == "text"]
+    if 0 < len(texts) < len(files):
+        print(f"read as plain text, each as one document: {count_of(len(texts), 'file')}, first {texts[0]}")
     ids = manifest.tokenizer.vocab_size
     if wanted_ids is not None and ids < wanted_ids:
         print(f"the tokenizer has {ids:,} ids, fewer than the {wanted_ids:,} asked for: the text gives no more")

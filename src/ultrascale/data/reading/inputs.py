@@ -194,6 +194,14 @@ def is_left_out(name: str, glob: str, exclude: tuple[str, ...]) -> bool:
     return (name.startswith(".") and not glob.startswith(".")) or any(fnmatch(name, pattern) for pattern in exclude)
 
 
+def kind_of(path: Path) -> tuple[Kind, Compression]:
+    """Kind and compression of a file, by its name."""
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    compression = COMPRESSIONS.get(suffixes[-1], "") if suffixes else ""
+    inner = suffixes[-1:] if not compression or suffixes[-1] == ".tgz" else suffixes[-2:-1]
+    return KINDS.get(inner[0], "text") if inner else "text", compression
+
+
 def _describe(path: Path, name: str) -> tuple[InputFile, tuple[int, int]]:
     try:
         if not stat.S_ISREG(os.stat(path).st_mode) or os.path.dirname(path) in DESCRIPTORS or str(path) == "/dev/stdin":
@@ -204,11 +212,8 @@ def _describe(path: Path, name: str) -> tuple[InputFile, tuple[int, int]]:
     except OSError as error:
         kind = DataCommandError if isinstance(error, (FileNotFoundError, NotADirectoryError)) else DataError
         raise kind(str(path), f"cannot be read: {error.strerror}", "Check the path and its permissions.") from error
-    suffixes = [suffix.lower() for suffix in path.suffixes]
-    compression = COMPRESSIONS.get(suffixes[-1], "") if suffixes else ""
-    inner = suffixes[-1:] if not compression or suffixes[-1] == ".tgz" else suffixes[-2:-1]
-    kind = KINDS.get(inner[0], "text") if inner else "text"
-    if ".mds" in suffixes and kind != "mds":
+    kind, compression = kind_of(path)
+    if ".mds" in map(str.lower, path.suffixes) and kind != "mds":
         raise DataError(str(path), "is a MDS shard in a compression that is not read here", "Use zstd, gz or none.")
     if kind in ("parquet", "arrow") and compression:
         format_name = "a compressed Parquet file" if kind == "parquet" else "a compressed Arrow file"
