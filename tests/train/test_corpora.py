@@ -102,8 +102,8 @@ def test_a_run_says_how_often_it_reads_a_corpus_and_that_it_trains_on_what_it_is
     run = replace(run, data=data, evaluation=Evaluation(every_steps=1), batch=Batch(run.batch.sequence_length, 2 * sequences))
     train_here(replace(run, steps=3))
     log = (home / run.name / "log.txt").read_text()
-    assert f"data: {path} is read 6.0 times in 3 steps: it has {sequences} sequence" in log
-    assert f"note: val/loss is measured on text that the run trains on: {home / 'copy'} is among data.sources too." in log
+    assert f"data: 3 steps read {path} 6.0 times\n" in log
+    assert f"of {home / 'copy'} (evaluation.sequences), on which the run trains too\n" in log
 
 
 def test_a_corpus_that_is_read_once_or_is_no_other_corpus_s_copy_is_not_noted(run, home):
@@ -115,7 +115,7 @@ def test_a_corpus_that_is_read_once_or_is_no_other_corpus_s_copy_is_not_noted(ru
     run = replace(run, data=data, evaluation=Evaluation(every_steps=1), batch=Batch(run.batch.sequence_length, sequences))
     train_here(replace(run, steps=1))
     log = (home / run.name / "log.txt").read_text()
-    assert "is read" not in log and "note: val/loss" not in log
+    assert "times\n" not in log and "trains too" not in log and "val/loss: the mean over" in log
 
 
 def test_a_vocabulary_padded_to_a_multiple_is_not_noted(run):

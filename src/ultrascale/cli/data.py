@@ -197,7 +197,6 @@ def _draw_lines() -> Callable[[Progress], None]:
 def _print_prepared(
     prepared: Prepared, output: Path, validation: Path | None, *, wanted_ids: int | None, as_json: bool
 ) -> None:
-    from ultrascale.data.preparing.prepare import TOKENIZER
     from ultrascale.data.reading.inputs import kind_of
     from ultrascale.data.tokenizer import loses_characters
 
@@ -215,17 +214,16 @@ def _print_prepared(
     ids = manifest.tokenizer.vocab_size
     if wanted_ids is not None and ids < wanted_ids:
         print(f"the tokenizer has {ids:,} ids, fewer than the {wanted_ids:,} asked for: the text gives no more")
-    if loses_characters(output / TOKENIZER):
+    if loses_characters(output / "tokenizer.json"):
         print("the tokenizer has no tokens for rare characters, such as \N{SNOWMAN}: where text has them, they are lost")
     if prepared.validation:
-        tokens, documents = prepared.validation.tokens, count_of(prepared.validation.documents, "document")
-        where = "" if validation is None else f", in {validation}: train reads it if data.validation names it"
-        print(f"held out: {tokens:,} tokens in {documents}{where}")
+        where = f", in {validation}: train reads it if data.validation names it" if validation else ""
+        documents = count_of(prepared.validation.documents, "document")
+        print(f"held out: {prepared.validation.tokens:,} tokens in {documents}{where}")
     first = {reason: where for shard in reversed(manifest.shards) for reason, where in shard.skipped_first.items()}
     for reason, count in manifest.skipped.items():
         print(f"skipped {count:,} {reason}, first {first[reason]}")
-    cuts = manifest.summary()["inexact_cuts"]
-    if cuts:
+    if cuts := manifest.summary()["inexact_cuts"]:
         print(f"{cuts:,} cuts of very long documents may have changed a few ids")
 
 

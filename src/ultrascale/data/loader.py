@@ -106,9 +106,8 @@ class Loader:
         return source, inside
 
     def epochs(self, num_sequences: int) -> list[float]:
-        """How often each source is read by the first `num_sequences` numbers."""
-        counts = self._blend.counts(num_sequences).tolist()
-        return [count / size for count, size in zip(counts, self.sequences_per_epoch, strict=True)]
+        """Number of times that the first `num_sequences` numbers read each source, to a sequence."""
+        return (num_sequences * self._blend.quotas / BLOCK / self.sequences_per_epoch).tolist()
 
     def read(self, numbers: Iterable[int]) -> Sequences:
         """The sequences with these global numbers, in the order given; int64 arrays [N, S].
@@ -229,11 +228,6 @@ class Blend:
         block, place = np.divmod(numbers, BLOCK)
         source = self._source[place]
         return source, block * self.quotas[source] + self._turn[place]
-
-    def counts(self, number: int) -> Integers:
-        """How many of the numbers before `number` are each source's, [sources]."""
-        blocks, place = divmod(number, BLOCK)
-        return blocks * self.quotas + np.bincount(self._source[:place], minlength=len(self.quotas))
 
 
 def block_quotas(weights: tuple[float, ...]) -> list[int]:

@@ -82,12 +82,8 @@ def vocabulary_notes(run: Run, training: Loader) -> list[str]:
 
 def repeat_lines(run: Run, training: Loader) -> list[str]:
     """A line for each corpus that the run reads more than once."""
-    epochs = training.epochs(sequences_after(run.batch, run.steps))
-    return [
-        f"data: {source.path} is read {times:.1f} times in {count_of(run.steps, 'step')}: it has {count_of(size, 'sequence')}"
-        for source, times, size in zip(training.sources, epochs, training.sequences_per_epoch, strict=True)
-        if times > 1
-    ]
+    epochs = zip(training.sources, training.epochs(sequences_after(run.batch, run.steps)), strict=True)
+    return [f"data: {count_of(run.steps, 'step')} read {source.path} {n:.1f} times" for source, n in epochs if round(n, 1) > 1]
 
 
 def validation_loaders(run: Run) -> dict[str, Loader]:

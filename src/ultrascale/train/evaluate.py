@@ -49,17 +49,16 @@ def evaluated_sequences(run: Run, loader: Loader) -> int:
 
 
 def evaluation_lines(run: Run, training: Loader, validation: dict[str, Loader]) -> list[str]:
-    """Lines for each metric: over how much of its validation corpus it is a mean; a note if the run trains on that corpus."""
-    if not run.evaluation.every_steps:
-        return []
-    trained, lines = {corpus.fingerprint() for corpus in training.corpora}, []
-    for name, loader in validation.items():
-        path = ", ".join(source.path for source in loader.sources)
-        of = count_of(sum(loader.sequences_per_epoch), "sequence")
-        lines.append(f"{name}: the mean over {evaluated_sequences(run, loader):,} of {of} of {path} (evaluation.sequences)")
-        if not trained.isdisjoint(corpus.fingerprint() for corpus in loader.corpora):
-            lines.append(f"note: {name} is measured on text that the run trains on: {path} is among data.sources too.")
-    return lines
+    """A line for each metric: over how much of its validation corpus it is a mean, and if the run trains on that corpus."""
+    trained = {corpus.fingerprint() for corpus in training.corpora}
+    return [
+        f"{name}: the mean over {evaluated_sequences(run, loader):,} of "
+        f"{count_of(sum(loader.sequences_per_epoch), 'sequence')} of {loader.sources[0].path} (evaluation.sequences)"
+        + ", on which the run trains too"
+        * (loader.corpora[0].fingerprint() in trained)
+        for name, loader in validation.items()
+        if run.evaluation.every_steps
+    ]
 
 
 def evaluate(trainer: Trainer, loader: Loader, num_sequences: int) -> float | None:

@@ -177,13 +177,12 @@ def _walk(folder: Path, glob: str, exclude: tuple[str, ...]) -> Iterator[tuple[P
     def refuse(error: OSError) -> None:
         raise DataError(str(error.filename), f"cannot be listed: {error.strerror}", "Check its permissions.") from error
 
-    paths, seen = [], set[tuple[int, int]]()
+    paths, seen = [], set[str]()
     for parent, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
-        facts = os.stat(parent)
-        if (facts.st_dev, facts.st_ino) in seen:  # by a link
+        if (place := os.path.realpath(parent)) in seen:  # by a link
             folders.clear()
             continue
-        seen.add((facts.st_dev, facts.st_ino))
+        seen.add(place)
         folders[:] = sorted(name for name in folders if not is_left_out(name, glob, exclude))
         paths += [Path(parent, name) for name in names if fnmatch(name, glob) and not is_left_out(name, glob, exclude)]
     yield from sorted(((path, path.relative_to(folder).as_posix()) for path in paths), key=lambda item: os.fsencode(item[1]))
