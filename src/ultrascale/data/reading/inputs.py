@@ -78,9 +78,9 @@ def find_files(
 ) -> list[InputFile]:
     """The files named, and those under the folders named whose name matches `glob`, in order of name.
 
-    `exclude`: patterns of file and folder names that are skipped below a folder. Symbolic links to folders are not followed.
-    `urls`: source URL of each downloaded input. Raises DataError if an input is missing, unreadable, named twice, or nothing
-    matches.
+    `exclude`: patterns of file and folder names that are skipped below a folder. Links to folders are followed, to each folder
+    once. `urls`: source URL of each downloaded input. Raises DataError if an input is missing, unreadable, named twice, or
+    nothing matches.
     """
     files: list[InputFile] = []
     seen: set[tuple[int, int]] = set()
