@@ -202,8 +202,8 @@ def _print_prepared(
 
     manifest = prepared.manifest
     if as_json:
-        validation = prepared.validation.summary() if prepared.validation else None
-        print_json({"output": str(output), **manifest.summary(), "validation": validation}, "data-prepare", indent=1)
+        held_out = prepared.validation and prepared.validation.summary()
+        print_json({"output": str(output), **manifest.summary(), "validation": held_out}, "data-prepare", indent=1)
         return
     documents, shards = count_of(manifest.documents, "document"), count_of(len(manifest.shards), "shard")
     print(f"{output}: {manifest.tokens:,} tokens in {documents}, {shards}")
