@@ -121,6 +121,12 @@ def test_a_model_written_field_by_field_takes_the_rest_from_its_family():
     assert got.provenance["model.head_dim"] == "derived from hidden_size / num_attention_heads"
 
 
+def test_none_is_also_written_as_the_descriptions_write_it():
+    words = ["--model.preset", "tiny-llama-4m", "--optimizer.clip_grad_norm", "None", "--checkpoint.every-steps", "None"]
+    run = resolve(None, words).run
+    assert run.optimizer.clip_grad_norm is None and run.checkpoint.every_steps is None
+
+
 def test_rope_scaling_can_be_changed_in_part_and_switched_off():
     some = resolve(None, {"model.preset": "llama-3.1-8b", "model.rope_scaling.factor": 16.0}).run.model.rope_scaling
     assert some is not None

@@ -116,6 +116,19 @@ def test_a_setting_without_effect_in_this_layout_is_noted_and_one_with_an_effect
     assert all(note.endswith((" (layout.dp = 1).", " (layout.dp_shard = 1).")) for note in notes)
 
 
+@pytest.mark.parametrize(
+    "key, settings",
+    [
+        ("optimizer.min_learning_rate_ratio", {"optimizer.schedule": "constant", "optimizer.min_learning_rate_ratio": 0.5}),
+        ("islands", {"islands.every_steps": 7}),
+        ("islands", {"islands.outer.lr": 0.1}),
+    ],
+)
+def test_a_setting_of_another_schedule_or_of_islands_that_a_run_has_not_is_noted(key, settings):
+    (note,) = run_notes(resolve(None, TINY | settings).run)
+    assert note.startswith(f"{key} has no effect: ")
+
+
 def test_a_note_counts_replicas_and_not_processes():
     run = resolve(None, TINY | {"layout.tp": 2, "layout.pp": 2, "layout.zero_stage": 3}).run
     (note,) = run_notes(run)

@@ -361,6 +361,16 @@ def test_files_come_in_order_of_name_without_what_is_excluded(tmp_path):
     assert [file.name for file in find_files([tmp_path], glob="*.py", exclude=("skip",))] == ["a/c.py", "a/z.py", "b.py"]
 
 
+def test_linked_folders_are_read_once_and_hidden_names_are_not_read(tmp_path):
+    for name in ("in/a.txt", "in/.git/config", "in/.notes.txt", "elsewhere/b.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / name).write_text("x")
+    for link in ("linked", "twice"):
+        (tmp_path / "in" / link).symlink_to(tmp_path / "elsewhere")
+    assert [file.name for file in find_files([tmp_path / "in"], glob="*")] == ["a.txt", "linked/b.txt"]
+    assert [file.name for file in find_files([tmp_path / "in"], glob=".n*")] == [".notes.txt"]
+
+
 @pytest.mark.catalogue(58)
 @pytest.mark.parametrize(
     ("make", "expected"),

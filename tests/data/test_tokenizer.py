@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from ultrascale.data.files import DataError
-from ultrascale.data.tokenizer import LongEncoder, encode_all, load_tokenizer, tokenizer_facts, train_tokenizer
+from ultrascale.data.tokenizer import (
+    LongEncoder,
+    encode_all,
+    load_tokenizer,
+    loses_characters,
+    tokenizer_facts,
+    train_tokenizer,
+)
 
 TEXT = [
     "the quick brown fox jumps over the lazy dog, é漢😀 12345\n\n    return self.value\n" * 5,
@@ -55,6 +62,13 @@ def test_a_trained_tokenizer_gives_any_text_back(text):
     tokenizer = train_tokenizer(["a b"], 257)
     tokenizer.encode_special_tokens = True
     assert tokenizer.decode(encode_all(tokenizer, [text])[0]) == text
+
+
+def test_a_tokenizer_without_tokens_for_rare_characters_is_told_from_one_that_has_them(trained, tmp_path):
+    unknown, few = models.WordLevel({"<unk>": 0, "a": 1}, unk_token="<unk>"), models.BPE({"a": 0, "b": 1}, [])
+    assert all(loses_characters(saved(Tokenizer(model), tmp_path / "tokenizer.json")) for model in (unknown, few))
+    byte_fallback = models.BPE({f"<0x{byte:02X}>": byte for byte in range(256)}, [], byte_fallback=True)
+    assert not loses_characters(trained) and not loses_characters(saved(Tokenizer(byte_fallback), tmp_path / "tokenizer.json"))
 
 
 def test_training_gives_the_same_tokenizer_in_another_process_with_other_threads(trained):

@@ -10,6 +10,7 @@ import sys
 
 import pytest
 from api.validator import wrong
+from tokenizers import Tokenizer, models
 
 from ultrascale.cli.data import command
 from ultrascale.description.problems import SpecError
@@ -36,6 +37,18 @@ def test_prepare_and_inspect_print_what_was_made(text, capsys):
     assert "return x" in shown and "verified" in shown and "a document begins" in shown
 
 
+def test_a_readme_beside_lines_of_json_is_told_to_be_a_document(text, capsys):
+    (text / "lines.jsonl").write_text('{"text": "a line"}\n')
+    (text / "README.md").write_text("about the lines")
+    assert command(arguments(text, "--glob", "[lR]*")) == 0
+    assert f"as one document: 1 file, first {text / 'README.md'}" in capsys.readouterr().out
+
+
+def test_held_out_text_that_no_run_finds_by_itself_is_told_with_its_folder_and_key(text, tmp_path, capsys):
+    assert command(arguments(text, "--validation-fraction", "0.2", "--validation", str(tmp_path / "held"))) == 0
+    assert f"in {tmp_path / 'held'}: train reads it if data.validation names it" in capsys.readouterr().out
+
+
 def test_json_output_is_json_with_the_counts(text, capsys):
     assert command(arguments(text, "--json")) == 0
     made = json.loads(capsys.readouterr().out)
@@ -60,6 +73,12 @@ def test_skipped_documents_are_printed_with_the_first_of_each_reason(text, capsy
     (text / "bad.py").write_bytes(b"\xff")
     assert command(arguments(text, "--on-bad", "skip")) == 0
     assert f"skipped 1 invalid_utf8, first {text / 'bad.py'}" in capsys.readouterr().out
+
+
+def test_a_tokenizer_that_loses_characters_is_told(text, tmp_path, capsys):
+    Tokenizer(models.BPE({"<|endoftext|>": 0, "e": 1, "f": 2}, [])).save(str(tmp_path / "few.json"))
+    assert command(["prepare", str(text), "--output", str(tmp_path / "out"), "--tokenizer", str(tmp_path / "few.json")]) == 0
+    assert "no tokens for rare characters, such as \N{SNOWMAN}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

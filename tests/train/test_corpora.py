@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from ultrascale.data.preparing.prepare import Recipe, prepare
 from ultrascale.data.tokenizer import train_tokenizer
 from ultrascale.description.layout import Layout
 from ultrascale.description.problems import SpecError
-from ultrascale.description.run import Data, Run, Source
+from ultrascale.description.run import Batch, Data, Evaluation, Run, Source
 from ultrascale.train.corpora import build_loader, vocabulary_notes
 from ultrascale.train.folder.export import keep_tokenizer
 from ultrascale.train.start.trained import open_trained
@@ -92,6 +93,29 @@ def test_a_vocabulary_far_larger_than_the_tokenizer_s_is_noted_once_with_both_nu
     note = f"note: model.vocab_size = {8 * ids}, and the tokenizer of data.sources has {ids} ids: {7 * ids:,} rows of"
     assert (home / "wide" / "log.txt").read_text().count(note) == 1
     assert f"for a new run set model.vocab_size = {-(-ids // 128) * 128}." in (home / "wide" / "log.txt").read_text()
+
+
+def test_a_run_says_how_often_it_reads_a_corpus_and_that_it_trains_on_what_it_is_measured_on(run, home):
+    path, sequences = home / "text", sum(build_loader(run, run.data.sources).sequences_per_epoch)
+    shutil.copytree(path, home / "copy")
+    data = replace(run.data, validation=(Source(str(home / "copy")),))
+    run = replace(run, data=data, evaluation=Evaluation(every_steps=1), batch=Batch(run.batch.sequence_length, 2 * sequences))
+    train_here(replace(run, steps=3))
+    log = (home / run.name / "log.txt").read_text()
+    assert f"data: 3 steps read {path} 6.0 times\n" in log
+    assert f"of {home / 'copy'} (evaluation.sequences), on which the run trains too\n" in log
+
+
+def test_a_corpus_that_is_read_once_or_is_no_other_corpus_s_copy_is_not_noted(run, home):
+    train_tokenizer([TEXT], 270).save(str(home / "text.json"))
+    (home / "others.txt").write_text(TEXT[::-1])
+    prepare([home / "others.txt"], output=home / "others", recipe=Recipe(tokenizer=home / "text.json"), workers=1)
+    data = replace(run.data, validation=(Source(str(home / "others")),))
+    sequences = sum(build_loader(run, run.data.sources).sequences_per_epoch)
+    run = replace(run, data=data, evaluation=Evaluation(every_steps=1), batch=Batch(run.batch.sequence_length, sequences))
+    train_here(replace(run, steps=1))
+    log = (home / run.name / "log.txt").read_text()
+    assert "times\n" not in log and "trains too" not in log and "val/loss: the mean over" in log
 
 
 def test_a_vocabulary_padded_to_a_multiple_is_not_noted(run):

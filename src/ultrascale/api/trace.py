@@ -179,7 +179,8 @@ class Trace(Rows):
     def __repr__(self) -> str:
         traced, layout = self.rank_trace, self.rank_trace.layout
         peak = f"{format_bytes(self.peak_bytes)} live, {format_bytes(self.reserved_bytes)} reserved at the peak"
-        return f"Trace({traced.model.name}, rank {traced.rank} of {layout.world_size} on {self.cluster.name}: {peak})"
+        model = traced.model.name or traced.model.model_type
+        return f"Trace({model}, rank {traced.rank} of {layout.world_size} on {self.cluster.name}: {peak})"
 
     def _repr_html_(self) -> str:
         def words(value: Any, unit: str) -> str:

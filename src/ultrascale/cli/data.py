@@ -86,7 +86,7 @@ def prepare(
     prepared
 
     Args:
-        inputs: Files, or folders to search for files; also s3://, gs://, az:// and hf://.
+        inputs: Files, or folders to search for files that are not hidden; also s3://, gs://, az:// and hf://.
         output: Folder for the shards, manifest.json and tokenizer.json.
         tokenizer: A tokenizer.json, or the Hugging Face folder that holds one.
         train_tokenizer: Alternatively, train a byte-level BPE of this vocabulary size on the input.
@@ -114,7 +114,7 @@ def prepare(
         prepared = preparation.prepare(
             inputs, output=output, recipe=recipe, validation=validation, workers=workers, on_progress=draw
         )
-    _print_prepared(prepared, output, wanted_ids=train_tokenizer, as_json=json)
+    _print_prepared(prepared, output, validation, wanted_ids=train_tokenizer, as_json=json)
     return 0
 
 
@@ -194,24 +194,36 @@ def _draw_lines() -> Callable[[Progress], None]:
     return draw
 
 
-def _print_prepared(prepared: Prepared, output: Path, *, wanted_ids: int | None, as_json: bool) -> None:
+def _print_prepared(
+    prepared: Prepared, output: Path, validation: Path | None, *, wanted_ids: int | None, as_json: bool
+) -> None:
+    from ultrascale.data.reading.inputs import kind_of
+    from ultrascale.data.tokenizer import loses_characters
+
     manifest = prepared.manifest
     if as_json:
-        validation = prepared.validation.summary() if prepared.validation else None
-        print_json({"output": str(output), **manifest.summary(), "validation": validation}, "data-prepare", indent=1)
+        held_out = prepared.validation and prepared.validation.summary()
+        print_json({"output": str(output), **manifest.summary(), "validation": held_out}, "data-prepare", indent=1)
         return
     documents, shards = count_of(manifest.documents, "document"), count_of(len(manifest.shards), "shard")
     print(f"{output}: {manifest.tokens:,} tokens in {documents}, {shards}")
+    files = [file["file"] for file in manifest.request["inputs"]]
+    texts = [file for file in files if kind_of(Path(file))[0] == "text"]
+    if 0 < len(texts) < len(files):
+        print(f"read as plain text, each as one document: {count_of(len(texts), 'file')}, first {texts[0]}")
     ids = manifest.tokenizer.vocab_size
     if wanted_ids is not None and ids < wanted_ids:
         print(f"the tokenizer has {ids:,} ids, fewer than the {wanted_ids:,} asked for: the text gives no more")
+    if loses_characters(output / "tokenizer.json"):
+        print("the tokenizer has no tokens for rare characters, such as \N{SNOWMAN}: where text has them, they are lost")
     if prepared.validation:
-        print(f"held out: {prepared.validation.tokens:,} tokens in {count_of(prepared.validation.documents, 'document')}")
+        where = f", in {validation}: train reads it if data.validation names it" if validation else ""
+        documents = count_of(prepared.validation.documents, "document")
+        print(f"held out: {prepared.validation.tokens:,} tokens in {documents}{where}")
     first = {reason: where for shard in reversed(manifest.shards) for reason, where in shard.skipped_first.items()}
     for reason, count in manifest.skipped.items():
         print(f"skipped {count:,} {reason}, first {first[reason]}")
-    cuts = manifest.summary()["inexact_cuts"]
-    if cuts:
+    if cuts := manifest.summary()["inexact_cuts"]:
         print(f"{cuts:,} cuts of very long documents may have changed a few ids")
 
 

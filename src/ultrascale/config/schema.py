@@ -125,7 +125,7 @@ def convert(value: Any, kind: Any, at: ValueContext) -> Any:
     """`value` converted to `kind`; `INVALID`, with a problem recorded in `at`, if that is impossible."""
     origin = get_origin(kind)
     if (inner := without_none(kind)) is not kind:
-        return None if value is None or value == "none" else convert(value, inner, at)
+        return None if value is None or value in ("none", "None") else convert(value, inner, at)
     if origin is Literal:
         return _literal(value, get_args(kind), at)
     if origin is tuple:

@@ -105,6 +105,10 @@ class Loader:
                 inside[in_source] = shuffled(counts[in_source], size=size, key=self._keys[place])
         return source, inside
 
+    def epochs(self, num_sequences: int) -> list[float]:
+        """Number of times that the first `num_sequences` numbers read each source, to a sequence."""
+        return (num_sequences * self._blend.quotas / BLOCK / self.sequences_per_epoch).tolist()
+
     def read(self, numbers: Iterable[int]) -> Sequences:
         """The sequences with these global numbers, in the order given; int64 arrays [N, S].
 
@@ -170,7 +174,8 @@ def _count_sequences(corpus: Corpus, sequence_length: int) -> int:
     count = (corpus.num_tokens - 1) // sequence_length
     if count < 1:
         problem = f"holds {corpus.num_tokens} tokens, a sequence needs {sequence_length + 1}"
-        raise DataError(str(corpus.path), problem, "Prepare more text, or lower batch.sequence_length.")
+        remedy = 'Prepare more text, or lower batch.sequence_length; evaluation.every_steps = "none" reads no held-out text.'
+        raise DataError(str(corpus.path), problem, remedy)
     return count
 
 

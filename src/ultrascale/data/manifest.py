@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -73,11 +74,7 @@ class Manifest:
     @property
     def skipped(self) -> dict[str, int]:
         """Number of skipped documents by reason."""
-        total: dict[str, int] = {}
-        for shard in self.shards:
-            for reason, count in shard.skipped.items():
-                total[reason] = total.get(reason, 0) + count
-        return dict(sorted(total.items()))
+        return dict(sorted(sum((Counter(shard.skipped) for shard in self.shards), Counter[str]()).items()))
 
     @property
     def content(self) -> str:

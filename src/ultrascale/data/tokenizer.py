@@ -60,6 +60,13 @@ def tokenizer_facts(path: Path, eod: str | None = None) -> TokenizerFacts:
     raise DataCommandError(str(path), problem, "Name one of its tokens with --eod.")
 
 
+def loses_characters(path: str | Path) -> bool:
+    """True if the tokenizer has no tokens for rare characters: it leaves them out, or has one token for all that it does not
+    know."""
+    first, second = encode_all(load_tokenizer(path), ["\N{SNOWMAN}", "\N{EGYPTIAN HIEROGLYPH D010}"])
+    return first == second
+
+
 def vocabulary_problem(vocab_size: int) -> DataError | None:
     """Error for a vocabulary size that cannot be trained: too small for 256 bytes and the end-of-document token, or far too
     large."""

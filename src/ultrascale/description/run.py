@@ -140,7 +140,7 @@ class Evaluation:
     """Steps between evaluations. None: never. If `data.validation` is not set and `data prepare` held out text, `train` reads
     that, and if this is not set either, a tenth of the run lies between."""
     sequences: int = 32
-    """Sequences of each validation source, at most all that it has; the same ones at every evaluation."""
+    """Sequences of each validation source, at most all that it has; the same ones at every evaluation, whatever the seed."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,8 @@ class Faults:
     """Response to a loss or gradient that is not finite, or to a spike of its norm: end the run; skip the update; or rewind to
     the newest checkpoint, repeat the step, skip it if that fails. If replicas differ, rewind goes back, else it ends."""
     spike_factor: float | None = None
-    """A gradient norm above this multiple of the median of the last 64 is an anomaly. None: only non-finite values are."""
+    """A gradient norm above this multiple of the median of the last 64, once there are 16, is an anomaly. None: only non-finite
+    values are."""
     digest_every_steps: int | None = 100
     """After each multiple of this many steps, and before each save, compare the bits of weights and optimizer state between
     replicas. None: never."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from ultrascale.config.rules.early import expect_ready
 from ultrascale.data.loader import Loader
 from ultrascale.description.problems import Problem, SpecError
+from ultrascale.description.progress import sequences_after
 from ultrascale.description.rank_environment import env_world_size
 from ultrascale.description.run import Run, Source
 from ultrascale.description.units import count_of
@@ -79,12 +80,19 @@ def vocabulary_notes(run: Run, training: Loader) -> list[str]:
     return [f"model.vocab_size = {rows}, and the tokenizer of data.sources has {ids} ids: {unused}; {remedy}."]
 
 
+def repeat_lines(run: Run, training: Loader) -> list[str]:
+    """A line for each corpus that the run reads more than once."""
+    epochs = zip(training.sources, training.epochs(sequences_after(run.batch, run.steps)), strict=True)
+    return [f"data: {count_of(run.steps, 'step')} read {source.path} {n:.1f} times" for source, n in epochs if round(n, 1) > 1]
+
+
 def validation_loaders(run: Run) -> dict[str, Loader]:
-    """A loader for each validation corpus, by the name of its metric: val/loss, or val/loss/CORPUS if there are several.
+    """A loader for each validation corpus, by the name of its metric: val/loss, or val/loss/CORPUS if there are several. Its
+    sequences do not depend on the run's seed, so that runs with other seeds are measured on the same ones.
 
     CORPUS is the corpus's name; where several corpora share a name, the part of the path in which they differ.
     """
-    sources = run.data.validation
+    run, sources = replace(run, seed=0), run.data.validation
     if len(sources) == 1:
         return {"val/loss": build_loader(run, sources)}
     names = [Path(source.path).name for source in sources]

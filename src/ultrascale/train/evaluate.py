@@ -48,12 +48,14 @@ def evaluated_sequences(run: Run, loader: Loader) -> int:
     return min(run.evaluation.sequences, sum(loader.sequences_per_epoch))
 
 
-def evaluation_lines(run: Run, validation: dict[str, Loader]) -> list[str]:
-    """A line for each metric: over how much of its validation corpus it is a mean."""
+def evaluation_lines(run: Run, training: Loader, validation: dict[str, Loader]) -> list[str]:
+    """A line for each metric: over how much of its validation corpus it is a mean, and if the run trains on that corpus."""
+    trained = {corpus.fingerprint() for corpus in training.corpora}
     return [
         f"{name}: the mean over {evaluated_sequences(run, loader):,} of "
-        f"{count_of(sum(loader.sequences_per_epoch), 'sequence')} of {', '.join(source.path for source in loader.sources)} "
-        "(evaluation.sequences)"
+        f"{count_of(sum(loader.sequences_per_epoch), 'sequence')} of {loader.sources[0].path} (evaluation.sequences)"
+        + ", on which the run trains too"
+        * (loader.corpora[0].fingerprint() in trained)
         for name, loader in validation.items()
         if run.evaluation.every_steps
     ]

@@ -26,6 +26,7 @@ from ultrascale.description.progress import tokens_after
 from ultrascale.description.recomputed import SELECTIVE_MODULES, is_modules, modes_of, modules_name, parse_mode
 from ultrascale.description.run import LossScale, Optimizer, Run
 from ultrascale.description.schedules import USUAL, schedule_for
+from ultrascale.description.sections.islands import Islands
 from ultrascale.description.sections.trackers import tracker_notes, tracker_problems
 from ultrascale.description.units import divisors, format_count
 from ultrascale.work.fp8_slots import gathers_fp8, is_delayed
@@ -97,10 +98,17 @@ def run_notes(run: Run) -> list[str]:
     for key, why in unread.items():
         if getattr(layout, key) != getattr(Layout, key):
             notes.append(f"layout.{key} = {getattr(layout, key)} has no effect{why}.")
-    if layout.precision != "fp16" and run.loss_scale != LossScale():
-        notes.append(f"loss_scale has no effect: only fp16 scales the loss {precision}.")
-    if run.optimizer.name != "muon" and run.optimizer.momentum != Optimizer.momentum:
-        notes.append(f"optimizer.momentum has no effect: only muon reads it (optimizer.name = {run.optimizer.name}).")
+    rate, name = run.optimizer, run.optimizer.name
+    for is_unread, key, why in (
+        (layout.precision != "fp16" and run.loss_scale != LossScale(), "loss_scale", f"only fp16 scales the loss {precision}"),
+        (name != "muon" and rate.momentum != Optimizer.momentum, "optimizer.momentum",
+         f"only muon reads it (optimizer.name = {name})"),
+        (rate.schedule == "constant" and rate.min_learning_rate_ratio != Optimizer.min_learning_rate_ratio,
+         "optimizer.min_learning_rate_ratio", "the rate stays at its peak (optimizer.schedule = constant)"),
+        (run.islands.count == 1 and run.islands != Islands(), "islands", "there are none (islands.count = 1)"),
+    ):  # fmt: skip
+        if is_unread:
+            notes.append(f"{key} has no effect: {why}.")
     if layout.dp > 1 and layout.zero_stage and layout.shard_size == 1:
         notes.append(
             f"layout.zero_stage = {layout.zero_stage} saves no memory: every rank keeps a whole copy (layout.dp_shard = 1)."

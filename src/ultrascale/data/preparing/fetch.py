@@ -20,7 +20,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from ultrascale.data.files import PARTIAL, DataError, writing
-from ultrascale.data.reading.inputs import matches
+from ultrascale.data.reading.inputs import is_left_out
 from ultrascale.storage import MissingError, StorageError, Store, Stored, open_store, url_of
 from ultrascale.storage.location import url_problem
 
@@ -116,7 +116,7 @@ def _list_input(url: str, folder: Path, glob: str, exclude: tuple[str, ...]) -> 
             *folders, name = stored.key.split("/")
             if ".." in (*folders, name) or stored.key.startswith("/"):
                 raise StorageError(f"its listing has {stored.key!r}, which leads out of it")
-            if fnmatch(name, glob) and not any(matches(part, exclude) for part in (*folders, name)):
+            if fnmatch(name, glob) and not any(is_left_out(part, glob, exclude) for part in (*folders, name)):
                 wanted.append(stored)
         above, _, name = url.rpartition("/")
         if wanted:

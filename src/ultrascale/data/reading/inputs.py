@@ -78,9 +78,9 @@ def find_files(
 ) -> list[InputFile]:
     """The files named, and those under the folders named whose name matches `glob`, in order of name.
 
-    `exclude`: patterns of file and folder names that are skipped below a folder. Symbolic links to folders are not followed.
-    `urls`: source URL of each downloaded input. Raises DataError if an input is missing, unreadable, named twice, or nothing
-    matches.
+    `exclude`: patterns of file and folder names that are skipped below a folder. Links to folders are followed, to each folder
+    once. `urls`: source URL of each downloaded input. Raises DataError if an input is missing, unreadable, named twice, or
+    nothing matches.
     """
     files: list[InputFile] = []
     seen: set[tuple[int, int]] = set()
@@ -177,16 +177,28 @@ def _walk(folder: Path, glob: str, exclude: tuple[str, ...]) -> Iterator[tuple[P
     def refuse(error: OSError) -> None:
         raise DataError(str(error.filename), f"cannot be listed: {error.strerror}", "Check its permissions.") from error
 
-    paths = []
-    for parent, folders, names in os.walk(folder, onerror=refuse):
-        folders[:] = [name for name in folders if not matches(name, exclude)]
-        paths += [Path(parent, name) for name in names if fnmatch(name, glob) and not matches(name, exclude)]
+    paths, seen = [], set[str]()
+    for parent, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
+        if (place := os.path.realpath(parent)) in seen:  # by a link
+            folders.clear()
+            continue
+        seen.add(place)
+        folders[:] = sorted(name for name in folders if not is_left_out(name, glob, exclude))
+        paths += [Path(parent, name) for name in names if fnmatch(name, glob) and not is_left_out(name, glob, exclude)]
     yield from sorted(((path, path.relative_to(folder).as_posix()) for path in paths), key=lambda item: os.fsencode(item[1]))
 
 
-def matches(name: str, patterns: tuple[str, ...]) -> bool:
-    """True if the name matches one of the patterns."""
-    return any(fnmatch(name, pattern) for pattern in patterns)
+def is_left_out(name: str, glob: str, exclude: tuple[str, ...]) -> bool:
+    """True if a file or folder of this name is excluded, or hidden (a name that begins with a dot, if `glob` does not)."""
+    return (name.startswith(".") and not glob.startswith(".")) or any(fnmatch(name, pattern) for pattern in exclude)
+
+
+def kind_of(path: Path) -> tuple[Kind, Compression]:
+    """Kind and compression of a file, by its name."""
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    compression = COMPRESSIONS.get(suffixes[-1], "") if suffixes else ""
+    inner = suffixes[-1:] if not compression or suffixes[-1] == ".tgz" else suffixes[-2:-1]
+    return KINDS.get(inner[0], "text") if inner else "text", compression
 
 
 def _describe(path: Path, name: str) -> tuple[InputFile, tuple[int, int]]:
@@ -199,11 +211,8 @@ def _describe(path: Path, name: str) -> tuple[InputFile, tuple[int, int]]:
     except OSError as error:
         kind = DataCommandError if isinstance(error, (FileNotFoundError, NotADirectoryError)) else DataError
         raise kind(str(path), f"cannot be read: {error.strerror}", "Check the path and its permissions.") from error
-    suffixes = [suffix.lower() for suffix in path.suffixes]
-    compression = COMPRESSIONS.get(suffixes[-1], "") if suffixes else ""
-    inner = suffixes[-1:] if not compression or suffixes[-1] == ".tgz" else suffixes[-2:-1]
-    kind = KINDS.get(inner[0], "text") if inner else "text"
-    if ".mds" in suffixes and kind != "mds":
+    kind, compression = kind_of(path)
+    if ".mds" in map(str.lower, path.suffixes) and kind != "mds":
         raise DataError(str(path), "is a MDS shard in a compression that is not read here", "Use zstd, gz or none.")
     if kind in ("parquet", "arrow") and compression:
         format_name = "a compressed Parquet file" if kind == "parquet" else "a compressed Arrow file"

@@ -26,7 +26,7 @@ from ultrascale.parallel.mesh import Ranks, process_group
 from ultrascale.parallel.time_limits import START_SECONDS
 from ultrascale.plan.report import plan_run
 from ultrascale.run_rows import document
-from ultrascale.train.corpora import build_loader, expect_one_tokenizer, validation_loaders, vocabulary_notes
+from ultrascale.train.corpora import build_loader, expect_one_tokenizer, repeat_lines, validation_loaders, vocabulary_notes
 from ultrascale.train.evaluate import HeldOut, evaluation_lines
 from ultrascale.train.folder.export import keep_tokenizer
 from ultrascale.train.folder.lost_folder import CheckpointPlace
@@ -89,7 +89,8 @@ def begin(
     metrics = Metrics(run, folder, first_step=trainer.steps_done, writes=ranks.is_first)
     metrics.has_console = ranks.island == 0  # each has its log.txt
     lines = [f"note: {note}" for note in vocabulary_notes(run, loader) if newest.folder is None]
-    lines += [*data_lines, *evaluation_lines(run, validation), *[island_line] * bool(island_line)]
+    lines += [*data_lines, *repeat_lines(run, loader), *evaluation_lines(run, loader, validation)]
+    lines += [island_line] * bool(island_line)
     _write_start(trainer, folder, metrics, newest, lines)
     saver = Saver(
         folder.checkpoints,
