@@ -39,6 +39,18 @@ def test_a_column_parallel_layer_hides_its_own_backward_traffic_where_it_is_fuse
     assert exposed[1] == pytest.approx(rest + gone, rel=0.02)
 
 
+def test_slower_products_shorten_no_step_whose_launches_wait_for_a_ring() -> None:
+    """Attention that takes longer hides more of the ring beside it, and fills time in which the device waits for Python."""
+    layout = Layout(dp=8, tp=4, cp=4, recompute="selective", precision="bf16")
+    model = replace(preset("olmo-2-7b"), num_hidden_layers=6)
+    fast = Workload(model, parse_cluster("128xmi355x"), 4096, 256, STACKS["vtrain"])
+    device = fast.accelerator
+    peaks = {dtype: replace(peak, value=peak.value / 2) for dtype, peak in device.peak_flops.items()}
+    slower = replace(device, name="slower", like=device.name, peak_flops=peaks)
+    slow = replace(fast, cluster=replace(fast.cluster, node=replace(fast.cluster.node, accelerator=slower)))
+    assert predict(slow, layout).step_seconds > predict(fast, layout).step_seconds
+
+
 @pytest.mark.parametrize("schedule", ["dualpipe-v", "dualpipe"])
 def test_only_the_experts_traffic_depends_on_the_links_whatever_pairs_hide_of_it(schedule: str) -> None:
     virtual = 2 if schedule == "dualpipe-v" else 1
