@@ -11,6 +11,8 @@ from ultrascale.catalogue.stacks.stack_files import STACKS
 from ultrascale.description.layout import Layout
 from ultrascale.plan.constants import CONSTANTS
 from ultrascale.plan.layouts import LayoutTable
+from ultrascale.plan.pipeline.pipeline_steady import long_step_seconds
+from ultrascale.plan.pipeline.pipelined import stage_seconds
 from ultrascale.plan.time.blocks import price_blocks
 from ultrascale.plan.time.price import predict
 from ultrascale.plan.workload import Workload
@@ -66,6 +68,26 @@ def test_only_the_experts_traffic_depends_on_the_links_whatever_pairs_hide_of_it
     assert all(part >= 0 for part in (*found.values(), *quick.values()))
     assert found["compute"] == pytest.approx(quick["compute"], rel=1e-3)  # which gathers slow down a little
     assert found["bubble"] == pytest.approx(quick["bubble"], rel=1e-2)
+
+
+@pytest.mark.parametrize(("schedule", "virtual"), [("zb-v", 2), ("dualpipe-v", 2), ("dualpipe", 1)])
+def test_gathers_slow_down_what_they_run_beside_in_every_schedule(schedule: str, virtual: int) -> None:
+    layout = Layout(dp=4, pp=2, virtual_stages=virtual, schedule=schedule, zero_stage=3, micro_batch_size=2, precision="bf16")
+    workload = Workload(preset("llama-3-8b"), parse_cluster("8xh100"), 4096, 248, STACKS["ultrascale"])
+    calm = replace(CONSTANTS, overlap_slowdown=0.0)
+    found, alone = (predict(workload, layout, constants) for constants in (CONSTANTS, calm))
+    slowed = found.waterfall["compute"] - alone.waterfall["compute"]
+    assert slowed > 0.02 * alone.step_seconds
+    assert found.step_seconds - alone.step_seconds == pytest.approx(slowed, rel=0.05)
+
+
+def test_a_step_takes_at_least_as_long_as_its_pipeline() -> None:
+    """Here Python's launches hold up the first of a rank's stages, and the head the last: their sum hides neither."""
+    model = replace(preset("qwen3-0.6b"), num_hidden_layers=8)
+    workload = Workload(model, parse_cluster("8xb300"), 8192, 32, STACKS["eager"])
+    layout = Layout(cp=2, pp=4, virtual_stages=2, schedule="interleaved", recompute="selective", precision="bf16")
+    played = long_step_seconds("interleaved", 4, 32, stage_seconds(workload, layout), virtual_stages=2)
+    assert predict(workload, layout).step_seconds > float(played[0])
 
 
 def test_pairs_of_a_schedule_file_are_those_of_the_known_schedule(tmp_path: Path) -> None:
