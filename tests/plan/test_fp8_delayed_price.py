@@ -24,7 +24,7 @@ def test_delayed_scales_save_every_message_for_scales_but_one() -> None:
     workload = Workload(model, cluster, 4096, 16, stack=STACKS["ultrascale"])
     layout = Layout(tp=8, precision="fp8", fp8_scaling="tensor")
     table = LayoutTable.of([layout, replace(layout, fp8_scaling="delayed")])
-    _, parts, _ = price_time(workload, table, partition_stages(workload, table))
+    _, parts = price_time(workload, table, partition_stages(workload, table))
     current, delayed = parts["tensor_parallel"]
     assert delayed < current
     message = SLOT_BYTES * num_slots(model, table.layout(1))

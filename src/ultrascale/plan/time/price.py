@@ -72,9 +72,8 @@ class PriceTable:
     table: LayoutTable
     step_seconds: Floats
     waterfall: dict[str, Floats]
-    unplayed_seconds: Floats
-    """Part of the passes that playing a pipeline lacks: seconds by which traffic of data parallelism slows compute, less the
-    experts' traffic that the trainer hides."""
+    busiest_seconds: Floats
+    """Passes of the busiest rank of a pipeline, with and without the experts' traffic, [2, layouts]."""
     memory: Footprint
     num_micro_batches: Column
 
@@ -86,8 +85,8 @@ class PriceTable:
         """Prediction of one layout."""
         parts = {name: float(column[index]) for name, column in self.waterfall.items()}
         return Prediction(
-            self.workload, self.table.layout(index), float(self.step_seconds[index]), parts,
-            float(self.unplayed_seconds[index]), self.memory.row(index), int(self.num_micro_batches[index]),
+            self.workload, self.table.layout(index), float(self.step_seconds[index]), parts, self.busiest_seconds[:, index],
+            self.memory.row(index), int(self.num_micro_batches[index]),
         )  # fmt: skip
 
 
@@ -99,7 +98,7 @@ class Prediction:
     layout: Layout
     step_seconds: float
     waterfall: dict[str, float]
-    unplayed_seconds: float
+    busiest_seconds: Floats
     memory: Footprint
     """Footprint of this layout alone."""
     num_micro_batches: int
@@ -220,10 +219,10 @@ def _with_simulated_pipeline(
         seconds, both = without_expert_parallel(seconds), silent
         (silent,) = long_step_seconds(layout.schedule, layout.pp, count, seconds, virtual_stages=layout.virtual_stages).tolist()
         parts["expert_parallel"] = max(both - silent, 0.0)
-    working = [busiest_rank_seconds(placed, seconds, count, share) for share in (split_share, 0.0)]
-    parts["tensor_parallel"] += max(working[0] - working[1], 0.0)
-    inside = sum(parts[name] for name in IN_PASSES if not (pairs and name == "expert_parallel"))
-    parts["bubble"] = silent - (inside - prediction.unplayed_seconds)
+    split, unsplit = (busiest_rank_seconds(placed, seconds, count, share) for share in (split_share, 0.0))
+    more = max(split - unsplit, 0.0)
+    parts["tensor_parallel"] += more
+    parts["bubble"] = silent - (float(prediction.busiest_seconds[int(pairs)]) + more)
     total, whole = _with_storage(prediction.workload, {name: np.asarray(part) for name, part in parts.items()})
     return replace(prediction, step_seconds=float(total), waterfall={name: float(part) for name, part in whole.items()})
 
@@ -238,18 +237,21 @@ def price(
     include the additional tp traffic of split backward passes.
     """
     stages = stages or partition_stages(workload, table)
-    times = price_time(workload, table, stages, constants, adds_split_traffic=adds_split_traffic, passes=passes)
+    passes = passes or pass_seconds(workload, table, price_blocks(workload, table), constants, stages.parts)
+    seconds, waterfall = price_time(workload, table, stages, constants, adds_split_traffic=adds_split_traffic, passes=passes)
     micro_batches = workload.sequences_per_batch // (table.dp * table.micro_batch_size)
-    return PriceTable(workload, table, *times, stage_memory(workload, table, stages), micro_batches)
+    ranks = np.where(stages.exists > 0, [passes.total, passes.total - passes.expert_parallel], 0.0)
+    busiest = micro_batches * ranks.max(axis=1)
+    return PriceTable(workload, table, seconds, waterfall, busiest, stage_memory(workload, table, stages), micro_batches)
 
 
 def price_time(
     workload: Workload, table: LayoutTable, stages: Stages, constants: Constants = CONSTANTS, *,
     adds_split_traffic: bool=True,
     passes: PassSeconds | None = None,
-) -> tuple[Floats, dict[str, Floats], Floats]:  # fmt: skip
-    """Seconds of a step of every layout, and by part: work of the slowest rank, then its waiting (bubble and sends); and
-    `PriceTable.unplayed_seconds`. Arguments as of `price`."""
+) -> tuple[Floats, dict[str, Floats]]:  # fmt: skip
+    """Seconds of a step of every layout, and by part: work of the slowest rank, then its waiting (bubble and sends). Arguments
+    as of `price`."""
     micro_batches = workload.sequences_per_batch // (table.dp * table.micro_batch_size)
     passes = passes or pass_seconds(workload, table, price_blocks(workload, table), constants, stages.parts)
     data_parallel, slowed = data_parallel_seconds(workload, table, stages, passes, micro_batches, constants)
@@ -265,8 +267,7 @@ def price_time(
 
     parts = {name: micro_batches * of_slowest(getattr(passes, name)) for name in IN_PASSES}
     parts["compute"] = parts["compute"] + of_slowest(slowed)
-    hidden = _hidden_by_pairs(workload, table, parts, micro_batches)
-    parts["expert_parallel"] = parts["expert_parallel"] - hidden
+    parts["expert_parallel"] = parts["expert_parallel"] - _hidden_by_pairs(workload, table, parts, micro_batches)
     parts |= {
         "data_parallel": of_slowest(data_parallel),
         "pipeline_sends": sends,
@@ -282,7 +283,7 @@ def price_time(
     if overheads.stall_nodes:
         stops = np.where(table.pp > 1, micro_batches * np.minimum(table.pp - 1, 2), 2)
         parts["rest"] += np.where(nodes >= overheads.stall_nodes, overheads.stall_seconds * stops, 0.0)
-    return *_with_storage(workload, parts), of_slowest(slowed) - np.where(PAIRED[table.schedule], 0.0, hidden)
+    return _with_storage(workload, parts)
 
 
 def _agreed_amaxes(workload: Workload, table: LayoutTable) -> Floats:
