@@ -240,8 +240,8 @@ def price(
     passes = passes or pass_seconds(workload, table, price_blocks(workload, table), constants, stages.parts)
     seconds, waterfall = price_time(workload, table, stages, constants, adds_split_traffic=adds_split_traffic, passes=passes)
     micro_batches = workload.sequences_per_batch // (table.dp * table.micro_batch_size)
-    ranks = np.where(stages.exists > 0, [passes.total, passes.total - passes.expert_parallel], 0.0)
-    busiest = micro_batches * ranks.max(axis=1)
+    rank = np.where(stages.exists > 0, passes.total, 0.0).argmax(axis=0), np.arange(len(table))
+    busiest = micro_batches * np.array([passes.total[rank], (passes.total - passes.expert_parallel)[rank]])
     return PriceTable(workload, table, seconds, waterfall, busiest, stage_memory(workload, table, stages), micro_batches)
 
 
