@@ -123,9 +123,8 @@ def pass_seconds(
     an_op = (constants.compiled_host_fraction if stack.kernels.compiled else 1.0) * workload.overheads.op_seconds
     of_ops, of_collective = an_op * sum_of("num_ops"), _collective_launch(workload, table)
     ahead, back = (of_ops + of_collective * sum_of(name) for name in ("num_collectives", "num_backward_collectives"))
-    recompute_launches = an_op * of_blocks("num_ops")
-    recompute_traffic = shown * of_blocks("tp_forward") + cp_forward
-    recompute = recompute + recompute_share * np.maximum(recompute_launches - full - recompute_traffic, 0.0)
+    waits = an_op * of_blocks("num_ops") - full - shown * of_blocks("tp_forward") - cp_forward
+    recompute = recompute + recompute_share * np.maximum(waits, 0.0)
     forward = forward + np.maximum(ahead - forward - tp_forward - cp_forward, 0.0)
     weight_gradient = weight_gradient + np.maximum(back - inputs - weight_gradient - tp_backward - cp_backward, 0.0)
     ep = sum_of("ep_forward") + sum_of("ep_backward") + recompute_share * of_blocks("ep_forward")

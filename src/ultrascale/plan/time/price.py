@@ -11,6 +11,7 @@ action.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -211,18 +212,18 @@ def _with_simulated_pipeline(
     schedule's name. `split_share`: fraction of backward passes that are split, which `prediction` counts as unsplit. `pairs`:
     the schedule pairs passes."""
     layout, count = prediction.layout, prediction.num_micro_batches
-    both = with_and_without_sends(seconds, layout.num_stages)
-    silent, whole = long_step_seconds(layout.schedule, layout.pp, count, both, virtual_stages=layout.virtual_stages).tolist()
+    played = partial(long_step_seconds, layout.schedule, layout.pp, count, virtual_stages=layout.virtual_stages)
+    silent, whole = played(with_and_without_sends(seconds, layout.num_stages)).tolist()
     parts = dict(prediction.waterfall)
     parts["pipeline_sends"] = whole - silent
     if pairs and parts["expert_parallel"] > 0:  # they hide the experts' traffic: what it adds to the step is exposed
         seconds, both = without_expert_parallel(seconds), silent
-        (silent,) = long_step_seconds(layout.schedule, layout.pp, count, seconds, virtual_stages=layout.virtual_stages).tolist()
+        (silent,) = played(seconds).tolist()
         parts["expert_parallel"] = max(both - silent, 0.0)
-    split, unsplit = (busiest_rank_seconds(placed, seconds, count, share) for share in (split_share, 0.0))
+    unsplit, split = (busiest_rank_seconds(placed, seconds, count, share) for share in (0.0, split_share))
     more = max(split - unsplit, 0.0)
     parts["tensor_parallel"] += more
-    parts["bubble"] = silent - (float(prediction.busiest_seconds[int(pairs)]) + more)
+    parts["bubble"] = silent - prediction.busiest_seconds[int(pairs)] - more
     total, whole = _with_storage(prediction.workload, {name: np.asarray(part) for name, part in parts.items()})
     return replace(prediction, step_seconds=float(total), waterfall={name: float(part) for name, part in whole.items()})
 
@@ -240,8 +241,9 @@ def price(
     passes = passes or pass_seconds(workload, table, price_blocks(workload, table), constants, stages.parts)
     seconds, waterfall = price_time(workload, table, stages, constants, adds_split_traffic=adds_split_traffic, passes=passes)
     micro_batches = workload.sequences_per_batch // (table.dp * table.micro_batch_size)
-    rank = np.where(stages.exists > 0, passes.total, 0.0).argmax(axis=0), np.arange(len(table))
-    busiest = micro_batches * np.array([passes.total[rank], (passes.total - passes.expert_parallel)[rank]])
+    total = passes.total
+    rank = np.where(stages.exists > 0, total, 0.0).argmax(axis=0), np.arange(len(table))
+    busiest = micro_batches * np.array([total[rank], (total - passes.expert_parallel)[rank]])
     return PriceTable(workload, table, seconds, waterfall, busiest, stage_memory(workload, table, stages), micro_batches)
 
 
