@@ -218,7 +218,7 @@ def _with_simulated_pipeline(
     parts["pipeline_sends"] = whole - silent
     if pairs and parts["expert_parallel"] > 0:  # they hide the experts' traffic: what it adds to the step is exposed
         seconds, both = without_expert_parallel(seconds), silent
-        (silent,) = played(seconds).tolist()
+        silent = played(seconds).item()
         parts["expert_parallel"] = max(both - silent, 0.0)
     unsplit, split = (busiest_rank_seconds(placed, seconds, count, share) for share in (0.0, split_share))
     more = max(split - unsplit, 0.0)
