@@ -102,6 +102,8 @@ def test_a_misspelt_keyword_is_named_with_the_nearest():
         us.plan(**TINY, zero_stge=3)
     with pytest.raises(us.SpecError, match=r"--lr: is no flag of plan\. Did you mean --optimizer\.learning-rate"):
         us.plan(**TINY, lr=3)
+    with pytest.raises(us.SpecError, match=r"--nproc: is no flag of check\. Did you mean --processes"):
+        us.check(RUN, nproc=2)
 
 
 LOOSE: Any = us

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ultrascale.catalogue.machines import ACCELERATORS, ALIASES, NODES, USUAL_NODE
+from ultrascale.catalogue.machines import ACCELERATORS, ALIASES, NODES, USUAL_NODE, usual_node
 from ultrascale.catalogue.tables import Entry, entries, read_tables, with_aliases
 from ultrascale.description.problems import SpecError
 
@@ -44,6 +44,11 @@ def test_unknown_keys_names_and_shared_aliases_are_refused():
     shared = {name: Entry(name, {"aliases": ["h100"]}) for name in ("h100-sxm", "h100-pcie")}
     with pytest.raises(SpecError, match="'h100' is taken by h100-sxm"):
         with_aliases(shared)
+
+
+def test_a_machine_of_other_accelerators_is_refused():
+    with pytest.raises(SpecError, match=r"x\.machine: is 'dgx-h200', which holds h200\. Name one with accelerator = 'h300'"):
+        usual_node("h300", Entry("x", {"machine": "dgx-h200"}))
 
 
 def test_a_file_that_is_not_toml_says_so(tmp_path: Path):

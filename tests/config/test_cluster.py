@@ -124,6 +124,7 @@ def test_every_short_name_and_usual_node_leads_somewhere():
         ("8xNVIDIA H100 NVL", "h100-nvl"), ("8xa100-40gb", "a100-40"), ("8xNVIDIA A100-SXM4-80GB", "a100-80"),
         ("8xA100-SXM4-40GB", "a100-40"), ("8xTesla V100-SXM2-32GB", "v100-32"), ("8xNVIDIA RTX A6000", "a6000"),
         ("8xrtx5090", "rtx-5090"), ("8xNVIDIA L40S", "l40s"), ("8xNVIDIA A10G", "a10g"), ("8xAMD Instinct MI300X", "mi300x"),
+        ("8xNVIDIA A100-PCIE-40GB", "a100-pcie-40"), ("8xNVIDIA A100 80GB PCIe", "a100-pcie"),
         ("8xNVIDIA RTX 6000 Ada Generation", "rtx-6000-ada"), ("8xH200-141GB", "h200"), ("8xNVIDIA GH200 480GB", "gh200"),
     ],
 )  # fmt: skip

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import ultrascale as us
 from ultrascale.catalogue.machines import machine_memory_bytes
 from ultrascale.cli.main import main
 from ultrascale.config.resolve import resolve
@@ -570,3 +571,7 @@ def test_the_blocks_of_each_stage_are_told_as_our_trainer_cuts_them(capsys) -> N
     assert "blocks of each stage: 5 5 5 1" in capsys.readouterr().out
     main(["plan", *words.split(), "--pp", "1"])
     assert "blocks of each stage" not in capsys.readouterr().out
+
+
+def test_a_cpu_is_planned_in_fp32_however_it_is_written():
+    assert us.plan("tiny-llama", "2xCPU", seq_len=128).layout.precision == "fp32"

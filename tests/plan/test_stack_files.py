@@ -102,3 +102,8 @@ def test_stacks_are_shown_with_their_sources(capsys) -> None:
     assert main(["show", "stacks"]) == 0 and "nanotron-2024" in capsys.readouterr().out
     assert main(["show", "stacks", "megatron", "--json"]) == 0 and "param_and_grad_buffer.py" in capsys.readouterr().out
     assert main(["show", "stacks", "megatron"]) == 0 and "stack.dispatcher" in capsys.readouterr().out
+
+
+def test_no_gradient_is_sent_wider_than_deepspeed_keeps_it() -> None:
+    deepspeed = STACKS["deepspeed"]
+    assert deepspeed.reduce_bytes == deepspeed.gradient_bytes == 2

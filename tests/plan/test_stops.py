@@ -58,6 +58,12 @@ def test_llama_3_on_16384_gpus_kept_more_than_90_percent_and_100000_gpus_stop_ev
     assert stops(workload(64)).goodput > 0.995 and stops(workload(64)).spare_nodes <= 1
 
 
+def test_accelerators_stop_as_often_in_racks_as_in_servers():
+    servers, racks = (stops(replace(workload(16_384), cluster=parse_cluster(f"16384x{name}"))) for name in ("h100", "gb200"))
+    assert racks.between_seconds == servers.between_seconds and racks.spare_nodes == servers.spare_nodes
+    assert racks.num_nodes == 2 * servers.num_nodes  # trays of four
+
+
 def test_spares_suffice_99_percent_of_the_time():
     drawn = np.random.default_rng(0).poisson(37.0, 200_000)
     assert (drawn <= spare_nodes(37.0)).mean() >= 0.99 > (drawn <= spare_nodes(37.0) - 1).mean()

@@ -25,6 +25,8 @@ from ultrascale.description.problems import Problem, expect_none
 T = TypeVar("T")
 COMMAND_LINE_ONLY = ("json", "brief", "compare")
 """Flags that only change how results are printed."""
+PROCESS_FLAGS = ("gpus", "num_gpus", "nproc", "nproc_per_node", "num_processes", "world_size")
+"""Names in other frameworks for the number of processes."""
 MIN_SIMILARITY = 0.7
 """Similarity from which one name may be a misspelling of the other."""
 
@@ -143,7 +145,8 @@ def unknown_flag(flag: str, known: list[str], verb: str, *, settings: bool) -> P
     closest = get_close_matches(word, letters, n=1, cutoff=MIN_SIMILARITY)
     last = {key.rpartition(".")[2].replace("_", ""): key for key in leaves()} if settings and word not in letters else {}
     meant = letters[closest[0]] if closest else _flag(last[word]) if word in last else None
-    ours = ELSEWHERE.get(flag.removeprefix("--").replace("-", "_").rpartition(".")[2])
+    name = flag.removeprefix("--").replace("-", "_").rpartition(".")[2]
+    ours = "processes" if name in PROCESS_FLAGS and "--processes" in known else ELSEWHERE.get(name)
     if ours is not None and word not in letters:
         short = "--seq-len" if ours == "batch.sequence_length" else _flag(ours.rpartition(".")[2])
         meant = short if short in known else _flag(ours) if settings else meant

@@ -10,7 +10,7 @@ from pathlib import Path
 from ultrascale.catalogue.cluster import Accelerator, Link, Node, Sourced
 from ultrascale.catalogue.tables import Entry, entries, read_tables, with_aliases
 from ultrascale.description.layout import NARROW
-from ultrascale.description.problems import Problem
+from ultrascale.description.problems import Problem, mistake
 
 _ACCELERATORS = "accelerators.toml"
 _ACCELERATOR_KEYS = (
@@ -44,8 +44,6 @@ def _peaks(entry: Entry) -> dict[str, Sourced]:
 
 _ACCELERATOR_ENTRIES = dict(entries(_ACCELERATORS, read_tables(_ACCELERATORS), *_ACCELERATOR_KEYS))
 ACCELERATORS = {name: _accelerator(name, entry) for name, entry in _ACCELERATOR_ENTRIES.items()}
-USUAL_NODE: dict[str, str] = {name: entry.get("machine", str) for name, entry in _ACCELERATOR_ENTRIES.items()}
-"""Node type for a bare number of accelerators."""
 ACCELERATOR_ALIASES = with_aliases(_ACCELERATOR_ENTRIES)
 """Other names used by people, clouds and tables."""
 
@@ -77,6 +75,18 @@ _TABLES = read_tables(_FILE)
 _LINKS = {name: _link(entry) for name, entry in entries(f"{_FILE}: links", _TABLES["links"], *_LINK_KEYS)}
 _ENTRIES = dict(entries(f"{_FILE}: nodes", _TABLES["nodes"], *_NODE_KEYS))
 NODES: dict[str, Node] = {name: _node(name, entry, _LINKS) for name, entry in _ENTRIES.items()}
+
+
+def usual_node(name: str, entry: Entry) -> str:
+    """Node type for a bare number of the accelerators that `entry` describes. Raises SpecError if it holds others."""
+    node = entry.one_of("machine", NODES)
+    if node.accelerator.name != name:
+        rule = f"is {node.name!r}, which holds {node.accelerator.name}"
+        raise mistake(f"{entry.where}.machine", rule, f"Name one with accelerator = {name!r} in {_FILE}.")
+    return node.name
+
+
+USUAL_NODE = {name: usual_node(name, entry) for name, entry in _ACCELERATOR_ENTRIES.items()}
 ALIASES = ACCELERATOR_ALIASES | with_aliases(_ENTRIES)
 """Other names of accelerators and machines, used by people, clouds and tables."""
 

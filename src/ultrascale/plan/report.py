@@ -251,7 +251,9 @@ def plan_run(
     Raises SpecError for an unknown choice, and if the batch or the device does not suit the layout."""
     expect_choices(run)
     if run.islands.count > 1:
-        alone = plan_run(run_of_island(run), cluster, stack, expert_imbalance=expert_imbalance, storage=storage)
+        alone = plan_run(
+            run_of_island(run), cluster, stack, expert_imbalance=expert_imbalance, storage=storage, save_seconds=save_seconds
+        )
         return replace(alone, islands=plan_islands(run))
     stack = _with_optimizer_of(run, stack)
     if run.layout.recompute == "auto":

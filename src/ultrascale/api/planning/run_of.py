@@ -28,7 +28,7 @@ def run_defaults(options: PlanOptions, *, dp: int) -> dict[str, Any]:
         "batch.sequence_length": LONGEST_DEFAULT,
         "batch.sequences_per_batch": dp * (options.micro_batch_size or 1),
         "layout.dp": dp,
-        "layout.precision": "fp32" if "cpu" in options.gpus else "bf16",
+        "layout.precision": "fp32" if parse_cluster(options.gpus).accelerator.name == "cpu" else "bf16",
     } | mask_default(options)
 
 
@@ -128,7 +128,7 @@ def planned_run(described: ModelAndMachines, settings: tuple[str, ...] | list[st
         remedy = "Keep one of the two; settings of a file are changed by flags such as --layout.tp 2."
         raise mistake("--model", f"describes a run, and the file {run} is given too", remedy)
     words = [word for name, value in vars(described).items() if value for word in (f"--{name.replace('_', '-')}", str(value))]
-    is_searched = described.gpus is not None and "cpu" not in described.gpus  # the speed of the machines is known
+    is_searched = described.gpus is not None and not parse_cluster(described.gpus).accelerator.measured_at_run_time
     options = PlanOptions(**vars(described), runnable=is_searched)
     request = VerbRequest(options, tuple(settings), (), (*words, *settings))
     plan = answer(request)

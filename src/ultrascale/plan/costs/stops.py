@@ -1,6 +1,6 @@
 """Cost of failures: mean time between failures, optimal checkpoint interval, spare nodes, and the goodput.
 
-    mean time between stops    M = 1 / (nodes x stops per node-day)
+    mean time between stops    M = 1 / (accelerators x stops per accelerator-day)
     best interval of saves     T = sqrt(2 C M) (1 + sqrt(C / 2 M) / 3 + C / 18 M) - C     Young 1974; Daly 2006
     goodput                    T / (M exp(R / M) (exp((T + C) / M) - 1))                  Daly 2006, exact for random stops
     spares                     nodes that are being repaired at once: Poisson, of mean stops x repair time
@@ -20,7 +20,7 @@ from ultrascale.plan.costs.storage import checkpoint_bytes
 if TYPE_CHECKING:
     from ultrascale.plan.workload import Workload
 
-STOPS_PER_NODE_DAY = 419 / 54 / 2048
+STOPS_PER_ACCELERATOR_DAY = 419 / 54 / 16_384
 """Unexpected stops of Llama 3 405B: 419 in 54 days on 16,384 GPUs (arXiv 2407.21783, section 3.3.4)."""
 HARDWARE_SHARE = 0.78
 """Fraction of those stops that take a node out: confirmed or suspected hardware, the same section."""
@@ -42,6 +42,7 @@ class Stops:
     """Failures of a run, the resulting interval of saves, spare nodes and goodput."""
 
     num_nodes: int
+    """Machines, or trays of a rack, each of which is repaired alone."""
     between_seconds: float
     """Mean time between two failures."""
     save_seconds: float
@@ -61,13 +62,14 @@ def stops(workload: Workload) -> Stops:
     """Stops of a run on the workload's cluster. A save takes `save_seconds` if measured, else the planned time; with a storage,
     no save begins before the previous one is written, and a restart reads one. A storage with its own interval fixes the
     interval, and training waits for each write."""
-    num_nodes, storage = workload.cluster.num_nodes, workload.storage
-    between = DAY / (num_nodes * STOPS_PER_NODE_DAY)
+    cluster, storage = workload.cluster, workload.storage
+    num_nodes = -(-cluster.num_accelerators // (cluster.node.tray or cluster.node.num_accelerators))
+    between = DAY / (cluster.num_accelerators * STOPS_PER_ACCELERATOR_DAY)
     size = checkpoint_bytes(workload)
     written = 0.0 if storage is None else size / storage.bytes_per_second
     save = workload.save_seconds
     if save is None:
-        save = SAVE_SECONDS + size / workload.cluster.num_accelerators / HOST_BYTES_PER_SECOND
+        save = SAVE_SECONDS + size / cluster.num_accelerators / HOST_BYTES_PER_SECOND
     every = max(best_interval(save, between), written)
     if storage is not None and storage.checkpoint_seconds is not None:  # the requested interval, and training waits
         save, every = written, storage.checkpoint_seconds

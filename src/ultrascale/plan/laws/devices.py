@@ -42,7 +42,10 @@ RELATIVES = {
     "mi350x": "b200", "mi355x": "b200",
     # Their tensor cores use Ampere's instructions (sm_86, 89 and 120 have neither Hopper's wgmma nor Blackwell's tcgen05).
     **dict.fromkeys(
-        ("l40s", "l4", "a10g", "a6000", "rtx-6000-ada", "rtx-3090", "rtx-4090", "rtx-5090", "mi250x", "a100-pcie"), "a100-80"
+        (
+            "l40s", "l4", "a10g", "a6000", "rtx-6000-ada", "rtx-3090", "rtx-4090", "rtx-5090", "mi250x", "a100-pcie",
+            "a100-pcie-40",
+        ), "a100-80"
     ),
 }  # fmt: skip
 """Fitted relative whose law a device without a table uses. Devices not listed use the fitted device of the nearest bf16
@@ -224,7 +227,7 @@ def _scale(accelerator: Accelerator, relative: str) -> float:
 
 MULTIPROCESSORS = {
     "v100": 80, "v100-16": 80, "v100-32": 80,
-    "a100-40": 108, "a100-80": 108, "a800": 108, "a800-80": 108, "a100-pcie": 108,
+    "a100-40": 108, "a100-80": 108, "a800": 108, "a800-80": 108, "a100-pcie": 108, "a100-pcie-40": 108,
     "h100-sxm": 132, "h100-96": 132, "h800": 132, "h200": 132, "gh200": 132, "h100-pcie": 114, "h100-nvl": 132, "h20": 78,
     "b200": 148, "b300": 148, "gb200": 152, "gb300": 152,
     "l40s": 142, "l4": 58, "a10g": 80, "a6000": 84, "rtx-6000-ada": 142, "rtx-3090": 82, "rtx-4090": 128, "rtx-5090": 170,

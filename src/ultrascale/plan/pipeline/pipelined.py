@@ -89,12 +89,11 @@ def seconds_of_chunks(workload: Workload, table: LayoutTable, passes: PassSecond
 def busiest_rank_seconds(layout: Layout, seconds: StageSeconds, num_micro_batches: int, split_share: float) -> float:
     """Compute seconds of the busiest rank in a step, over its stages and all micro-batches. `split_share`: fraction of backward
     passes that are split."""
-    costs = (seconds.forward, seconds.input_gradient, seconds.weight_gradient)
-    more = split_share * (np.asarray(seconds.split_input) + np.asarray(seconds.split_weight))
-    of_stage = np.sum([np.asarray(cost)[:, 0] for cost in (*costs, more)], axis=0)
-    known, stage_costs = SCHEDULES[layout.schedule], of_stage.tolist()
-    busiest = max(sum(stage_costs[stage] for stage in stages) for stages in known.stages_of_ranks(layout.pp, len(stage_costs)))
-    return busiest / known.copies * num_micro_batches
+    more = split_share * np.add(seconds.split_input, seconds.split_weight)
+    of_stage = np.ravel(np.add(seconds.forward, seconds.input_gradient) + np.add(seconds.weight_gradient, more))
+    known = SCHEDULES[layout.schedule]
+    busiest = max(of_stage[[*stages]].sum() for stages in known.stages_of_ranks(layout.pp, len(of_stage)))
+    return float(busiest) / known.copies * num_micro_batches
 
 
 def with_and_without_sends(seconds: StageSeconds, num_stages: int) -> StageSeconds:

@@ -112,20 +112,21 @@ def pass_seconds(
     if table.partition_checkpoints.any():
         tp = tp + _input_gathers(workload, table, blocks, recompute_share) * layers.sum(axis=1)
 
-    # A device that finishes before Python has launched the next kernels waits for it.
-    an_op = (constants.compiled_host_fraction if stack.kernels.compiled else 1.0) * workload.overheads.op_seconds
-    of_ops, of_collective = an_op * sum_of("num_ops"), _collective_launch(workload, table)
-    ahead, back = (of_ops + of_collective * sum_of(name) for name in ("num_collectives", "num_backward_collectives"))
-    recompute_launches = an_op * of_blocks("num_ops")
-    recompute = recompute + recompute_share * np.maximum(recompute_launches - full - shown * of_blocks("tp_forward"), 0.0)
-    forward = forward + np.maximum(ahead - forward - tp_forward, 0.0)
-    weight_gradient = weight_gradient + np.maximum(back - inputs - weight_gradient - tp_backward, 0.0)
-
     # Our selective recomputation keeps results of single operations; ring attention and the all-to-all of heads are not such.
     attention_recompute_share = recompute_share + (stack.selective == "elementwise") * (
         table.recompute == RECOMPUTE.index("selective")
     )
-    cp_forward, cp = _exposed_context_parallel(table, sum_of, attention_recompute_share, derate, constants)
+    cp_forward, cp_backward = _exposed_context_parallel(table, sum_of, derate, constants)
+    cp = cp_forward * (1 + attention_recompute_share) + cp_backward
+
+    # A device that finishes before Python has launched the next kernels waits for it.
+    an_op = (constants.compiled_host_fraction if stack.kernels.compiled else 1.0) * workload.overheads.op_seconds
+    of_ops, of_collective = an_op * sum_of("num_ops"), _collective_launch(workload, table)
+    ahead, back = (of_ops + of_collective * sum_of(name) for name in ("num_collectives", "num_backward_collectives"))
+    waits = an_op * of_blocks("num_ops") - full - shown * of_blocks("tp_forward") - cp_forward
+    recompute = recompute + recompute_share * np.maximum(waits, 0.0)
+    forward = forward + np.maximum(ahead - forward - tp_forward - cp_forward, 0.0)
+    weight_gradient = weight_gradient + np.maximum(back - inputs - weight_gradient - tp_backward - cp_backward, 0.0)
     ep = sum_of("ep_forward") + sum_of("ep_backward") + recompute_share * of_blocks("ep_forward")
     if mean is not None:
         more = (mean[:, None] * in_blocks).sum(axis=2)
@@ -199,11 +200,9 @@ def _recomputed_share(table: LayoutTable) -> Floats:
     return np.where(table.recompute == RECOMPUTE.index("full"), 1.0, every_k)
 
 
-def _exposed_context_parallel(
-    table: LayoutTable, sum_of: SumOf, recompute_share: Floats, derate: float, constants: Constants
-) -> tuple[Floats, Floats]:
-    """Exposed seconds of context parallelism: in the forward pass, and in all passes. A ring sends the next keys and values
-    while attention computes; an all-to-all or all-gather is fully exposed."""
+def _exposed_context_parallel(table: LayoutTable, sum_of: SumOf, derate: float, constants: Constants) -> tuple[Floats, Floats]:
+    """Exposed seconds of context parallelism in a forward and in a backward pass, without recomputation. A ring sends the next
+    keys and values while attention computes; an all-to-all or all-gather is fully exposed."""
     forward, backward = sum_of("ring_forward"), sum_of("ring_backward")
     beside = derate * sum_of("attention") * (1 - 1 / table.cp_places)
 
@@ -211,5 +210,4 @@ def _exposed_context_parallel(
         exposed = np.maximum(ring - room, 0.0)
         return waited + exposed + constants.overlap_slowdown * (ring - exposed)
 
-    ahead = shown(forward, sum_of("cp_forward"), beside)
-    return ahead, ahead * (1 + recompute_share) + shown(backward, sum_of("cp_backward"), 2.5 * beside)
+    return shown(forward, sum_of("cp_forward"), beside), shown(backward, sum_of("cp_backward"), 2.5 * beside)

@@ -11,6 +11,7 @@ action.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -72,6 +73,8 @@ class PriceTable:
     table: LayoutTable
     step_seconds: Floats
     waterfall: dict[str, Floats]
+    busiest_seconds: Floats
+    """Passes of the busiest rank of a pipeline, with and without the experts' traffic, [2, layouts]."""
     memory: Footprint
     num_micro_batches: Column
 
@@ -83,8 +86,8 @@ class PriceTable:
         """Prediction of one layout."""
         parts = {name: float(column[index]) for name, column in self.waterfall.items()}
         return Prediction(
-            self.workload, self.table.layout(index), float(self.step_seconds[index]), parts, self.memory.row(index),
-            int(self.num_micro_batches[index]),
+            self.workload, self.table.layout(index), float(self.step_seconds[index]), parts, self.busiest_seconds[:, index],
+            self.memory.row(index), int(self.num_micro_batches[index]),
         )  # fmt: skip
 
 
@@ -96,6 +99,7 @@ class Prediction:
     layout: Layout
     step_seconds: float
     waterfall: dict[str, float]
+    busiest_seconds: Floats
     memory: Footprint
     """Footprint of this layout alone."""
     num_micro_batches: int
@@ -208,23 +212,18 @@ def _with_simulated_pipeline(
     schedule's name. `split_share`: fraction of backward passes that are split, which `prediction` counts as unsplit. `pairs`:
     the schedule pairs passes."""
     layout, count = prediction.layout, prediction.num_micro_batches
-    both = with_and_without_sends(seconds, layout.num_stages)
-    silent, whole = long_step_seconds(layout.schedule, layout.pp, count, both, virtual_stages=layout.virtual_stages).tolist()
+    played = partial(long_step_seconds, layout.schedule, layout.pp, count, virtual_stages=layout.virtual_stages)
+    silent, whole = played(with_and_without_sends(seconds, layout.num_stages)).tolist()
     parts = dict(prediction.waterfall)
-    working = busiest_rank_seconds(placed, seconds, count, split_share)
-    more = working - busiest_rank_seconds(placed, seconds, count, 0.0)
-    parts["tensor_parallel"] += max(more, 0.0)
     parts["pipeline_sends"] = whole - silent
-    parts["bubble"] = silent - working
-    if pairs:  # they hide the experts' traffic: what it adds to the step is exposed
-        alone = silent
-        if parts["expert_parallel"] > 0:
-            computing = without_expert_parallel(seconds)
-            (alone,) = long_step_seconds(layout.schedule, layout.pp, count, computing, virtual_stages=layout.virtual_stages)
-            parts["expert_parallel"] = max(silent - float(alone), 0.0)
-        idle = float(alone) - sum(parts[name] for name in ("compute", "recompute", "tensor_parallel", "context_parallel"))
-        parts["bubble"] = max(idle, 0.0)
-        parts["compute"] += min(idle, 0.0)  # of what overlaps slow down, which the simulation has not
+    if pairs and parts["expert_parallel"] > 0:  # they hide the experts' traffic: what it adds to the step is exposed
+        seconds, both = without_expert_parallel(seconds), silent
+        silent = played(seconds).item()
+        parts["expert_parallel"] = max(both - silent, 0.0)
+    unsplit, split = (busiest_rank_seconds(placed, seconds, count, share) for share in (0.0, split_share))
+    more = max(split - unsplit, 0.0)
+    parts["tensor_parallel"] += more
+    parts["bubble"] = silent - prediction.busiest_seconds[int(pairs)] - more
     total, whole = _with_storage(prediction.workload, {name: np.asarray(part) for name, part in parts.items()})
     return replace(prediction, step_seconds=float(total), waterfall={name: float(part) for name, part in whole.items()})
 
@@ -239,9 +238,13 @@ def price(
     include the additional tp traffic of split backward passes.
     """
     stages = stages or partition_stages(workload, table)
+    passes = passes or pass_seconds(workload, table, price_blocks(workload, table), constants, stages.parts)
     seconds, waterfall = price_time(workload, table, stages, constants, adds_split_traffic=adds_split_traffic, passes=passes)
     micro_batches = workload.sequences_per_batch // (table.dp * table.micro_batch_size)
-    return PriceTable(workload, table, seconds, waterfall, stage_memory(workload, table, stages), micro_batches)
+    total = passes.total
+    rank = np.where(stages.exists > 0, total, 0.0).argmax(axis=0), np.arange(len(table))
+    busiest = micro_batches * np.array([total[rank], (total - passes.expert_parallel)[rank]])
+    return PriceTable(workload, table, seconds, waterfall, busiest, stage_memory(workload, table, stages), micro_batches)
 
 
 def price_time(

@@ -423,7 +423,7 @@ def _failures(stops: Stops, training: float, *, measured: bool, brief: bool) -> 
         text = f"one in {often}, saves {every} apart, {stops.spare_nodes:,} spare nodes: goodput {stops.goodput:.1%}, {total}"
         return [("failures", count, text)]
     return [
-        ("failures", count, f"one in {often}: as often a node as Llama 3 405B's"),
+        ("failures", count, f"one in {often}: as often a GPU as Llama 3 405B's"),
         ("saves", every, f"apart (Young, Daly); each holds training up {took} ({'measured' if measured else 'planned'})"),
         ("spares", f"{stops.spare_nodes:,}", f"nodes replace those in repair {SPARES_SUFFICE:.0%} of the time"),
         (
