@@ -243,6 +243,7 @@ def test_a_million_documents_of_one_character_are_counted_right(tmp_path, tokeni
         (lambda source, wanted: (source / "new.txt").write_text("x") and wanted, r"new\.txt: is new or has changed"),
         (lambda source, wanted: (source / "00.txt").write_text("y") and wanted, r"00\.txt: is new or has changed"),
         (lambda source, wanted: (source / "00.txt").unlink() or wanted, r"00\.txt: is no longer among the inputs"),
+        (lambda source, wanted: _as_if_begun_with_hidden(source) or wanted, r"\.x\.txt: is no .* if --glob does too"),
     ],
 )
 def test_another_request_for_a_prepared_folder_is_refused(tmp_path, source, tokenizer, change, expected):
@@ -250,6 +251,13 @@ def test_another_request_for_a_prepared_folder_is_refused(tmp_path, source, toke
     prepare([source], output=tmp_path / "out", recipe=Recipe(**wanted), workers=1)
     with pytest.raises(DataError, match=expected):
         prepare([source], output=tmp_path / "out", recipe=Recipe(**change(source, wanted)), workers=1)
+
+
+def _as_if_begun_with_hidden(source: Path) -> None:
+    """As older releases did, which read hidden files."""
+    manifest = source.parent / "out" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace("/00.txt", "/.x.txt"))
+    (source / "00.txt").rename(source / ".x.txt")
 
 
 def test_a_folder_without_a_finished_shard_is_begun_anew_by_a_corrected_request(tmp_path):

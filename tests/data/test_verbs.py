@@ -47,6 +47,9 @@ def test_a_readme_beside_lines_of_json_is_told_to_be_a_document(text, capsys):
 def test_held_out_text_that_no_run_finds_by_itself_is_told_with_its_folder_and_key(text, tmp_path, capsys):
     assert command(arguments(text, "--validation-fraction", "0.2", "--validation", str(tmp_path / "held"))) == 0
     assert f"in {tmp_path / 'held'}: train reads it if data.validation names it" in capsys.readouterr().out
+    usual = str(text.parent / "out" / "validation")
+    assert command(arguments(text, "--validation-fraction", "0.2", "--validation", usual)) == 0
+    assert "if data.validation names it" not in capsys.readouterr().out
 
 
 def test_json_output_is_json_with_the_counts(text, capsys):

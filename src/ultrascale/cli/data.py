@@ -217,7 +217,8 @@ def _print_prepared(
     if loses_characters(output / "tokenizer.json"):
         print("the tokenizer has no tokens for rare characters, such as \N{SNOWMAN}: where text has them, they are lost")
     if prepared.validation:
-        where = f", in {validation}: train reads it if data.validation names it" if validation else ""
+        is_found = validation is None or validation.resolve() == (output / "validation").resolve()
+        where = "" if is_found else f", in {validation}: train reads it if data.validation names it"
         documents = count_of(prepared.validation.documents, "document")
         print(f"held out: {prepared.validation.tokens:,} tokens in {documents}{where}")
     first = {reason: where for shard in reversed(manifest.shards) for reason, where in shard.skipped_first.items()}

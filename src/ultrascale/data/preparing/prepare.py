@@ -307,7 +307,10 @@ def _remedy(folder: Path) -> str:
 
 
 def _no_longer(name: str, folder: Path) -> DataError:
-    return DataError(name, f"is no longer among the inputs, but was when {folder} was begun", _remedy(folder))
+    rule = f"is no longer among the inputs, but was when {folder} was begun"
+    if "/." in name:
+        rule += "; names that begin with a dot are read if --glob does too"
+    return DataError(name, rule, _remedy(folder))
 
 
 def _expect_same_inputs(before: dict[str, Any], now: dict[str, Any], folder: Path) -> None:

@@ -74,7 +74,7 @@ class PriceTable:
     step_seconds: Floats
     waterfall: dict[str, Floats]
     busiest_seconds: Floats
-    """Passes of the busiest rank of a pipeline, with and without the experts' traffic, [2, layouts]."""
+    """Seconds of the passes of the busiest rank of a pipeline, with and without the experts' traffic, [2, layouts]."""
     memory: Footprint
     num_micro_batches: Column
 
@@ -86,8 +86,8 @@ class PriceTable:
         """Prediction of one layout."""
         parts = {name: float(column[index]) for name, column in self.waterfall.items()}
         return Prediction(
-            self.workload, self.table.layout(index), float(self.step_seconds[index]), parts, self.busiest_seconds[:, index],
-            self.memory.row(index), int(self.num_micro_batches[index]),
+            self.workload, self.table.layout(index), float(self.step_seconds[index]), parts,
+            tuple(self.busiest_seconds[:, index].tolist()), self.memory.row(index), int(self.num_micro_batches[index]),
         )  # fmt: skip
 
 
@@ -99,7 +99,8 @@ class Prediction:
     layout: Layout
     step_seconds: float
     waterfall: dict[str, float]
-    busiest_seconds: Floats
+    busiest_seconds: tuple[float, float]
+    """Seconds of the passes of the busiest rank of its pipeline, with and without the experts' traffic."""
     memory: Footprint
     """Footprint of this layout alone."""
     num_micro_batches: int
