@@ -198,7 +198,8 @@ def _check_targets(manifest: Manifest, slices: list[tuple[str, Slice]], requeste
         wrong += [f"{name}: only in the checkpoint" for name in sorted(manifest.tensors.keys() - requested)]
     if wrong:
         skips = "" if requested is None else " strict=False skips missing names."
-        remedy = f"Load into the model and optimizer that were saved.{skips}"
+        dtypes = " layout.precision and optimizer.name decide dtypes." if any(": dtype " in line for line in wrong) else ""
+        remedy = f"Load into the model and optimizer that were saved.{dtypes}{skips}"
         raise CheckpointError(f"{len(wrong)} tensors do not match:\n  " + "\n  ".join(wrong) + f"\n{remedy}")
 
 
