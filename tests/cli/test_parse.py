@@ -74,3 +74,9 @@ def test_help_has_its_examples_in_lines_below_each_other_and_no_value_none(
 def test_a_refused_flag_is_never_proposed_in_its_own_place():
     for flag in ("--folder", "--name"):
         assert f"mean {flag}" not in unknown_flag(flag, [], "import", settings=True).remedy
+
+
+@pytest.mark.parametrize("flag", ["--gpus", "--nproc_per_node", "--num-processes"])
+def test_other_programs_flags_for_processes_are_known(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "runs/tiny-llama-cpu.toml", flag, "8"]) == 2
+    assert "Did you mean --processes?" in capsys.readouterr().err

@@ -21,7 +21,7 @@ from ultrascale.config.rules.trainable import expect_trainable
 from ultrascale.description.layout import Layout
 from ultrascale.description.problems import SpecError
 from ultrascale.failpoints import VARIABLE
-from ultrascale.plan.search.elastic import KEPT, elastic_layout
+from ultrascale.plan.search.elastic import elastic_layout
 
 PATIENCE = 280.0
 """Seconds for a command of ten where nobody else computes."""
@@ -94,11 +94,12 @@ def test_a_layout_that_fits_stays_and_others_have_its_batch_and_precision(tmp_pa
 
 def test_what_results_depend_on_stays_the_run_s(tmp_path):
     """An fp8 run went on with other scales and no blocks in bf16, and was planned with AdamW's moments whatever it had."""
-    layout = Layout(dp=8, precision="fp8", fp8_scaling="delayed", fp8_keep_blocks=1, attention="sdpa", reduce_dtype="bf16")
+    kept = {"precision": "fp8", "fp8_scaling": "delayed", "fp8_keep_blocks": 1, "attention": "sdpa", "reduce_dtype": "bf16"}
+    layout = Layout(dp=8, **kept)  # type: ignore[arg-type]
     run = replace(small_run(tmp_path, layout=layout), cluster="8xh100")
     for world in (2, 4):
         found = elastic_layout(run, world)
-        assert {name: getattr(found, name) for name in KEPT} == {name: getattr(layout, name) for name in KEPT}
+        assert {name: getattr(found, name) for name in kept} == kept
 
 
 def test_where_rates_are_known_the_fastest_is_chosen(tmp_path):
