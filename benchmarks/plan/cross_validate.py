@@ -94,7 +94,6 @@ KNOBS = (
     Knob("constants", "overlap_slowdown", 0.15, 0.5),  # Calculon
     Knob("constants", "straggler_per_doubling", 0.006, 0.7),
     Knob("constants", "optimizer_passes", 1.2, 0.3),
-    Knob("constants", "power_exponent", 0.67, 0.4),  # between a third and one
     Knob("device", "b200", 1.06, 0.1),
     Knob("shared", "flash attention 1", 1.7, 0.3),  # Dao 2023
     Knob("shared", "eager bytes", 1.0, 0.7),

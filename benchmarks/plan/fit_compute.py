@@ -24,7 +24,6 @@ import tyro
 from ultrascale.catalogue.machines import ACCELERATORS
 from ultrascale.plan.laws import curves
 from ultrascale.plan.laws.curves import AttentionCurve, MatmulCurve
-from ultrascale.plan.laws.devices import MULTIPROCESSORS
 
 HERE = Path(__file__).parent
 TABLES = {"a100-80": "a100_sxm", "h100-sxm": "h100_sxm", "h200": "h200_sxm", "b200": "b200_sxm", "gb200": "gb200"}
@@ -92,7 +91,7 @@ def _start(name: str, dtype: str) -> MatmulCurve:
     return MatmulCurve(
         efficiency=0.85, launch_seconds=3e-6, bandwidth_efficiency=0.8, ramp=120, fill=0.2, split=2000, partial_wave=0.2,
         padding=0.4, sharpness=3, power_flops=1e12, power=0.1, cast_efficiency=0.4 if fp8 else 0, operand_bytes=1 if fp8 else 2,
-        multiprocessors=MULTIPROCESSORS[name], peak_flops=device.peak_flops_per_second("fp8" if fp8 else "bf16"),
+        multiprocessors=device.multiprocessors, peak_flops=device.peak_flops_per_second("fp8" if fp8 else "bf16"),
         bytes_per_second=device.memory_bytes_per_second.value,
     )  # fmt: skip
 
@@ -222,7 +221,7 @@ def _attention_seconds(curve: AttentionCurve, row: dict[str, str]) -> float:
     share = 1.0 if row["mask"] == "none" else mean_context(length, window or None) / length
     device = ACCELERATORS[row["accelerator"]]
     assert device.memory_bytes_per_second
-    curve = replace(curve, multiprocessors=MULTIPROCESSORS[device.name], peak_flops=device.peak_flops_per_second("bf16"),
+    curve = replace(curve, multiprocessors=device.multiprocessors, peak_flops=device.peak_flops_per_second("bf16"),
                     bytes_per_second=device.memory_bytes_per_second.value)  # fmt: skip
     return flash_seconds(curve, int(row["batch"]), int(row["heads"]), int(row["key_value_heads"]), int(row["head_dim"]),
                          int(row["value_head_dim"]), length, length, share, 2, row["pass"] == "backward")  # fmt: skip

@@ -13,7 +13,7 @@ from ultrascale.catalogue.models.model_presets import preset
 from ultrascale.cli.main import main
 from ultrascale.description.layout import Layout
 from ultrascale.description.problems import SpecError
-from ultrascale.plan.laws.devices import matmul_curve, relative_of
+from ultrascale.plan.laws.devices import matmul_curve, power_slowdown, relative_of
 from ultrascale.plan.time.price import predict
 from ultrascale.plan.workload import Workload
 
@@ -52,13 +52,21 @@ def test_a_slower_network_fewer_cards_and_thin_switches_cost_time(tmp_path):
     assert all(_seconds(f"16x{file}") > 1.02 * usual for file in (slow, thin, reached))
 
 
+def test_an_accelerator_with_less_power_is_slower_and_one_with_the_same_power_per_flop_is_not(tmp_path):
+    text = DGX.replace('"h100"', '{ like = "h100", name = "limited", watts = 350 }')
+    assert _seconds(f"16x{_file(tmp_path, text)}") > 1.2 * _seconds("16xdgx-h100")
+    doubled = '{ like = "gb300", name = "next", tflops = { bf16 = 5000 } }'
+    own = parse_cluster(f"4x{_file(tmp_path, DGX.replace(chr(34) + 'h100' + chr(34), doubled))}").accelerator
+    both = own, ACCELERATORS["gb300"]
+    assert own.watts.value == pytest.approx(2 * 1400) and power_slowdown(both[0]) == pytest.approx(power_slowdown(both[1]))
+
+
 def test_an_accelerator_of_ones_own_keeps_the_law_of_what_it_is_like(tmp_path):
     text = DGX.replace('"h100"', '{ like = "h100", name = "capped", memory_gib = 64, tflops = { bf16 = 400, fp8 = 800 } }')
     own = parse_cluster(f"4x{_file(tmp_path, text)}").accelerator
     assert (own.memory_bytes.value, own.peak_flops["bf16"].value, own.kind) == (64 * 2**30, 400e12, "h100-sxm")
     assert own.memory_bytes_per_second == ACCELERATORS["h100-sxm"].memory_bytes_per_second
     assert relative_of(own) == "h100-sxm"
-    assert relative_of(replace(own, like="")) != "h100-sxm"  # by its peak alone it would be another
     like = matmul_curve(ACCELERATORS["h100-sxm"], "bf16", True)
     assert asdict(matmul_curve(own, "bf16", True)) == asdict(replace(like, peak_flops=400e12))
     assert _seconds(f"16x{tmp_path / 'ours.toml'}") > 1.5 * _seconds("16xdgx-h100")

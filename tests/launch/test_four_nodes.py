@@ -108,7 +108,8 @@ def is_agent(pid: int) -> bool:
 
 
 def expect_every_sequence_once_a_step(folder: Path, run: Run, done: int) -> None:
-    """The sequences of step s are 12 s to 12 s + 11, shared by its ranks in turn; a rank of an attempt that was cut off read a part of its share."""
+    """The sequences of step s are 12 s to 12 s + 11, shared by its ranks in turn; ranks of an attempt cut off read some
+    of theirs."""
     by_attempt: dict[tuple[int, int], dict[int, set[int]]] = {}
     for path in folder.glob("notes-*"):
         for line in path.read_text().splitlines():

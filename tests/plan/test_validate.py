@@ -14,7 +14,7 @@ from ultrascale.catalogue.models.model_presets import preset
 from ultrascale.catalogue.network import network_kind
 from ultrascale.cli.main import main
 from ultrascale.description.problems import SpecError
-from ultrascale.plan.constants import CONSTANTS
+from ultrascale.plan.laws.devices import POWER_EXPONENT
 from ultrascale.plan.laws.network import fabric_of
 from ultrascale.validation.cells.flops_conventions import flops_per_token
 from ultrascale.validation.cells.models import UnrepresentableError
@@ -462,7 +462,7 @@ def test_a_device_said_to_be_power_limited_is_priced_slower(seq_len):
     gpus = ("B200", "B200-180GB-SXM (power limited)")
     plain, limited = predict_rows([config(gpu=gpu, seq_len=seq_len) for gpu in gpus])
     assert plain.step_seconds is not None and limited.step_seconds is not None
-    assert limited.step_seconds == pytest.approx(plain.step_seconds * 0.75**-CONSTANTS.power_exponent, rel=0.04)
+    assert limited.step_seconds == pytest.approx(plain.step_seconds * 0.75**-POWER_EXPONENT, rel=0.04)
     assert "three quarters of its power" in limited.reason and "power" not in plain.reason
 
 

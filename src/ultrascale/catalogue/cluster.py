@@ -67,6 +67,12 @@ class Accelerator:
     """Maximum power (TDP) in watts. None: unknown."""
     dollars_per_hour: Sourced | None = None
     """Rent in dollars per hour of one accelerator, including its share of the machine. None: unknown."""
+    multiprocessors: int = 0
+    """Streaming multiprocessors or compute units of one device, which run the tiles of a GEMM."""
+    law: str = ""
+    """Accelerator whose measured laws of computing it uses with its own peaks; empty: its own."""
+    same_chip: bool = False
+    """True if it is the chip of `law` at another power limit, which large GEMMs reach."""
     cores: int | None = None
     """CPU cores of the machine, for `cpu`."""
     like: str = ""

@@ -24,7 +24,7 @@ name = "h100-capped"
 memory_gib = 80
 memory_gbytes_per_second = 3350
 tflops = { bf16 = 800, fp8 = 1600 }
-watts = 500
+watts = 500                       # default: as many FLOPs per joule; lowers the clock of large GEMMs
 dollars_per_hour = 2.1
 """
 
@@ -158,6 +158,8 @@ class _Reader:
                 changes[fields.get(key, key)] = self._sourced(value * scale)
         if rates:
             changes["peak_flops"] = {dtype: self._sourced(rate * TERA) for dtype, rate in rates.items() if rate is not None}
+        if rates.get("bf16") and base.watts:
+            changes.setdefault("watts", self._sourced(base.watts.value * rates["bf16"] * TERA / base.peak_flops["bf16"].value))
         title = self._text(table, "accelerator.title", needed=False) or name
         return replace(base, name=name, title=title, like=self._relative, **changes)
 

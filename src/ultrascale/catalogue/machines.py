@@ -15,7 +15,7 @@ from ultrascale.description.problems import Problem, mistake
 _ACCELERATORS = "accelerators.toml"
 _ACCELERATOR_KEYS = (
     "title", "aliases", "machine", "memory_mib", "memory_gbytes_per_second", "tflops", "tflops_from", "matmul_fraction",
-    "watts", "dollars_per_hour",
+    "multiprocessors", "law", "same_chip", "watts", "dollars_per_hour",
 )  # fmt: skip
 _DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8", "nvfp4")
 
@@ -30,6 +30,9 @@ def _accelerator(name: str, entry: Entry) -> Accelerator:
         entry.sourced("matmul_fraction"),
         entry.sourced("watts"),
         entry.sourced("dollars_per_hour"),
+        entry.get("multiprocessors", int),
+        entry.get("law", str, ""),
+        bool(entry.values.get("same_chip")),
     )
 
 

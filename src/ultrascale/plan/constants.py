@@ -21,10 +21,6 @@ class Constants:
     """Time of a GEMM or attention in training over that in a hot loop of its own: cold caches, clocks lowered by power."""
     device_derates: Mapping[str, float] = field(default_factory=lambda: DEVICE_DERATES)
     """Further factor on their time by name of accelerator; 1 for those not named."""
-    power_exponent: float = 0.75
-    """Exponent of the ratio by which a chip has less power per peak FLOP than the chip whose law was measured: GEMMs and
-    attention slow by that factor. 1 where voltage is at its minimum and clocks follow power, 1/3 where voltage falls with the
-    clock."""
     compiled_host_fraction: float = 0.5
     """Fraction of Python's launch time of a block that remains when the block is compiled."""
     tensor_parallel_hidden: float = 0.17

@@ -1,11 +1,9 @@
 """Fitted curve of each device, scaled by the device's own peaks, bandwidth and processors.
 
 Five devices have measured tables of GEMMs, three families have tables of attention. Every other device uses the law of a
-relative with its own peaks, memory bandwidth and number of processors, and the relative's fractions of them. If
-`Accelerator.matmul_fraction` differs from the relative's, efficiencies are scaled by that ratio (MI300X: 0.51 of its peak at
-best, where its relative reaches more).
-
-Numbers of processors (streaming multiprocessors, compute units) are from vendors' architecture white papers.
+relative (`law` in the catalogue) with its own peaks, memory bandwidth and number of processors, and the relative's fractions of
+them. If `Accelerator.matmul_fraction` differs from the relative's, efficiencies are scaled by that ratio (MI300X: 0.51 of its
+peak at best, where its relative reaches more); the same chip at another power limit is slowed by that.
 """
 
 from __future__ import annotations
@@ -33,25 +31,6 @@ ATTENTION = {
 }
 DTYPE_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "mxfp8": 1, "nvfp4": 0.5}
 FAMILIES = {"a100-80": "a100", "h100-sxm": "hopper", "h200": "hopper", "b200": "blackwell", "gb200": "blackwell"}
-RELATIVES = {
-    "a100-40": "a100-80", "a800": "a100-80", "a800-80": "a100-80",  # the same chip; the A800 has fewer NVLinks
-    "h100-96": "h100-sxm", "h100-pcie": "h100-sxm", "h800": "h100-sxm", "h20": "h100-sxm",
-    "gh200": "h200",  # the same chip beside a CPU: 828 TFLOP/s best shape, H100 SXM 795 (ml-engineering, 2025)
-    "b300": "b200", "gb300": "gb200",  # bf16 as Blackwell: 1769 TFLOP/s best shape, B200 1745 (ml-engineering, 2025)
-    "v100": "a100-80", "v100-16": "a100-80", "v100-32": "a100-80", "mi300x": "a100-80", "mi325x": "a100-80",
-    "mi350x": "b200", "mi355x": "b200",
-    # Their tensor cores use Ampere's instructions (sm_86, 89 and 120 have neither Hopper's wgmma nor Blackwell's tcgen05).
-    **dict.fromkeys(
-        (
-            "l40s", "l4", "a10g", "a6000", "rtx-6000-ada", "rtx-3090", "rtx-4090", "rtx-5090", "mi250x", "a100-pcie",
-            "a100-pcie-40",
-        ), "a100-80"
-    ),
-}  # fmt: skip
-"""Fitted relative whose law a device without a table uses. Devices not listed use the fitted device of the nearest bf16
-peak."""
-SAME_CHIP = ("h100-96", "h100-pcie", "h100-nvl", "gh200", "b300", "gb300")
-"""Devices with the chip of their relative and another power limit, which large GEMMs reach."""
 FP8_ATTENTION = {"a100": (1.0, 1.0), "hopper": (1.5, 1.0), "blackwell": (1.4, 1.4)}
 """Speed of fp8 attention over bf16, forward and backward. cudnn-frontend's benchmark 2026-09, 4k to 32k, medians: H200 forward
 1.5, backward slower than bf16 (taken as 1: it would not be used); GB200 1.36 and 1.33 at head dim 128, 1.5 and 1.7 at 192."""
@@ -66,6 +45,9 @@ NVFP4_OVER_FP8 = 0.6
 where GB200 gains 1.31 in one layout. MXFP8 equals FP8, whose tensor cores it uses."""
 HEAD_DIM_STEP = 32
 """Multiple to which flash kernels round head dims (FlashAttention-2: `head_size_rounded` in its flash_api.cpp)."""
+POWER_EXPONENT = 0.75
+"""Exponent of the ratio by which a chip has less power per peak FLOP than the chip whose law was measured. 1 where voltage is
+at its minimum and clocks follow power, 1/3 where voltage falls with the clock."""
 MEASURED_EFFICIENCY = 0.95
 """Efficiency on a device whose peak is itself a measured GEMM, such as the CPU: other shapes come close to it."""
 CPU_LAUNCH_SECONDS = 2e-5
@@ -94,22 +76,18 @@ H200: device copies, 3.0 of 3.35 and 4.3 of 4.8 TB/s (2026-11). Blackwell: assum
 
 
 def relative_of(accelerator: Accelerator) -> str:
-    """Fitted device whose law `accelerator` uses: itself, a named relative, or the nearest in bf16 peak."""
-    if accelerator.kind in FAMILIES:
-        return accelerator.kind
-    if accelerator.kind in RELATIVES:
-        return RELATIVES[accelerator.kind]
-    peak = _peak(accelerator, "bf16")
-    return min(FAMILIES, key=lambda name: abs(math.log(peak / _peak(ACCELERATORS[name], "bf16"))))
+    """Fitted device whose law `accelerator` uses: itself, or a named relative; a CPU's shares are replaced."""
+    return accelerator.law or (accelerator.kind if accelerator.kind in FAMILIES else "a100-80")
 
 
-def work_per_joule(accelerator: Accelerator) -> float:
-    """Peak FLOPs per joule of a device over those of the measured device with the same chip; 1 for other chips."""
-    if accelerator.kind not in SAME_CHIP or not accelerator.watts:
-        return 1.0
+def power_slowdown(accelerator: Accelerator) -> float:
+    """Factor by which the power limit slows GEMMs and attention of a device with the chip of its relative, by their peak FLOPs
+    per joule; 1 for other chips. More power than the relative's can at most undo the slowdown in the relative's law."""
     relative = ACCELERATORS[relative_of(accelerator)]
-    assert relative.watts
-    return _peak(accelerator, "bf16") / _peak(relative, "bf16") * relative.watts.value / accelerator.watts.value
+    if not (accelerator.same_chip or accelerator.kind == relative.name) or not accelerator.watts or not relative.watts:
+        return 1.0
+    ratio = _peak(accelerator, "bf16") / _peak(relative, "bf16") * relative.watts.value / accelerator.watts.value
+    return max(ratio**POWER_EXPONENT, 1 / (1 + MATMUL[relative.name, "bf16"].power))
 
 
 @cached_by_identity
@@ -129,10 +107,10 @@ def matmul_curve(accelerator: Accelerator, dtype: str, casts: bool) -> MatmulCur
     if dtype == "nvfp4":  # the measured quantity is time relative to fp8's, whatever the peaks
         fp8 = _peak(accelerator, "fp8")
         law = replace(law, efficiency=law.efficiency * fp8 / (NVFP4_OVER_FP8 * math.sqrt(2 * fp8 / peak) * peak))
-    is_cpu = accelerator.name == "cpu"
+    is_cpu, slowdown = accelerator.name == "cpu", power_slowdown(accelerator)
     return replace(
         law,
-        efficiency=MEASURED_EFFICIENCY if is_cpu else min(1.0, law.efficiency * _scale(accelerator, relative)),
+        efficiency=MEASURED_EFFICIENCY if is_cpu else min(1.0, law.efficiency * _scale(accelerator, relative)) / slowdown,
         launch_seconds=CPU_LAUNCH_SECONDS if is_cpu else law.launch_seconds,
         fill=0.0 if is_cpu else law.fill,
         partial_wave=0.0 if is_cpu else law.partial_wave,
@@ -173,7 +151,7 @@ def attention_curve(accelerator: Accelerator, dtype: str, kernel: str, direction
         )
     scale = _scale(accelerator, relative) * (FP8_ATTENTION[family][direction == "backward"] if fp8 else 1.0)
     most = 2.0 if fp8 else 1.0  # of the bf16 peak
-    shares = tuple(min(most, share * scale) for share in law.efficiency)
+    shares = tuple(min(most, share * scale) / power_slowdown(accelerator) for share in law.efficiency)
     return replace(
         law,
         head_dim_step=1 if accelerator.name == "cpu" else HEAD_DIM_STEP,
@@ -214,7 +192,7 @@ def _bandwidth(accelerator: Accelerator) -> float:
 def _multiprocessors(accelerator: Accelerator, relative: str) -> int:
     if accelerator.name == "cpu":
         return accelerator.cores or 1
-    return MULTIPROCESSORS.get(accelerator.kind) or MULTIPROCESSORS[relative]
+    return accelerator.multiprocessors or ACCELERATORS[relative].multiprocessors
 
 
 def _scale(accelerator: Accelerator, relative: str) -> float:
@@ -223,13 +201,3 @@ def _scale(accelerator: Accelerator, relative: str) -> float:
     if accelerator.name == relative or fraction is None or relative_fraction is None:
         return 1.0
     return fraction.value / relative_fraction.value
-
-
-MULTIPROCESSORS = {
-    "v100": 80, "v100-16": 80, "v100-32": 80,
-    "a100-40": 108, "a100-80": 108, "a800": 108, "a800-80": 108, "a100-pcie": 108, "a100-pcie-40": 108,
-    "h100-sxm": 132, "h100-96": 132, "h800": 132, "h200": 132, "gh200": 132, "h100-pcie": 114, "h100-nvl": 132, "h20": 78,
-    "b200": 148, "b300": 148, "gb200": 152, "gb300": 152,
-    "l40s": 142, "l4": 58, "a10g": 80, "a6000": 84, "rtx-6000-ada": 142, "rtx-3090": 82, "rtx-4090": 128, "rtx-5090": 170,
-    "mi250x": 110, "mi300x": 304, "mi325x": 304, "mi350x": 256, "mi355x": 256,
-}  # fmt: skip

@@ -21,7 +21,6 @@ from ultrascale.description.recomputed import SELECTIVE
 from ultrascale.plan.constants import Constants
 from ultrascale.plan.laws.collectives import collective_seconds
 from ultrascale.plan.laws.compute import attention_seconds, columns_seconds, elementwise_seconds, matmul_seconds
-from ultrascale.plan.laws.devices import work_per_joule
 from ultrascale.plan.layouts import CHOICES, Floats, Indices, LayoutTable
 from ultrascale.plan.split_backward import HALVES, Half, is_deferrable, sent_in_half
 from ultrascale.plan.time.attention_choice import attention_kernel
@@ -286,9 +285,8 @@ def _price(workload: Workload, shapes: list[Shape], works: list[tuple[Op, ...]],
 
 
 def product_derate(workload: Workload, constants: Constants) -> float:
-    """Factor on the seconds of GEMMs and attention, which the device's power limit slows; memory traffic is not slowed."""
-    device = workload.accelerator
-    derate = constants.device_derates.get(device.kind, 1.0) * work_per_joule(device) ** constants.power_exponent
+    """Factor on the seconds of GEMMs and attention in training."""
+    derate = constants.device_derates.get(workload.accelerator.kind, 1.0)
     return constants.compute_derate * derate * workload.overheads.products
 
 

@@ -17,6 +17,7 @@ from ultrascale.catalogue.stacks.stack import Stack
 from ultrascale.catalogue.stacks.stack_files import Usual, program_of, stack_file, stack_names, with_settings
 from ultrascale.description.problems import SpecError
 from ultrascale.plan.constants import CONSTANTS, Constants
+from ultrascale.plan.laws.devices import POWER_EXPONENT
 from ultrascale.validation.cells.models import UnrepresentableError
 from ultrascale.validation.rows import RunConfig
 
@@ -66,7 +67,7 @@ def program_of_row(config: RunConfig, tuning: Tuning = TUNING) -> Program:
     file = stack_file(_name(config, tuning, assumed))
     shared = {key: tuning.shared[name] for key, name in file.shared.items() if name in tuning.shared}
     try:
-        settings = _of_cells(config, file.stack, tuning.constants.power_exponent, assumed) | dict(config.settings)
+        settings = _of_cells(config, file.stack, assumed) | dict(config.settings)
         stack = with_settings(with_settings(file.stack, shared), settings)
     except SpecError as error:
         raise UnrepresentableError("; ".join(f"{problem.key} {problem.rule}" for problem in error.problems)) from None
@@ -94,7 +95,7 @@ def _name(config: RunConfig, tuning: Tuning, assumed: list[str]) -> str:
     return name
 
 
-def _of_cells(config: RunConfig, stack: Stack, power_exponent: float, assumed: list[str]) -> dict[str, Any]:
+def _of_cells(config: RunConfig, stack: Stack, assumed: list[str]) -> dict[str, Any]:
     """Settings that the row's own columns state."""
     settings: dict[str, Any] = {}
     if config.compile is not None:
@@ -109,7 +110,7 @@ def _of_cells(config: RunConfig, stack: Stack, power_exponent: float, assumed: l
     detail = config.recompute_detail.lower()
     settings |= next(({"selective": modules} for word, modules in _SELECTIVE if word in detail), {})
     if re.search(r"power.?(?:limited|capped)", config.gpu, re.IGNORECASE):
-        settings["overheads.products"] = stack.overheads.products * LIMITED_POWER**-power_exponent  # attention too
+        settings["overheads.products"] = stack.overheads.products * LIMITED_POWER**-POWER_EXPONENT  # attention too
         assumed.append("three quarters of its power, as the GPU is said to be limited")
     return settings
 
