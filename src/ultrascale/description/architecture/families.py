@@ -109,6 +109,15 @@ FAMILIES: dict[str, Family] = {
         },
         {"vocab_size": 50304, "rms_norm_eps": 1e-5},
     ),
+    "olmo3": Family(
+        "Olmo3ForCausalLM",
+        _ROTARY | _without("norm_placement", "qk_norm_whole", "rope_local_base_freq", "full_attention_interval") | {
+            "num_experts": 0, "norm_placement": "post", "qk_norm": True, "qk_norm_whole": True, "mlp_bias": False,
+            "max_window_layers": 0, "no_rope_layer_interval": None,
+            "rope_theta": 5e5, "rope_local_base_freq": 5e5,  # transformers 5 takes no other from a file for both kinds of layer
+        },
+        {"vocab_size": 50304, "rms_norm_eps": 1e-5, "rope_theta": 5e5, "sliding_window": 4096, "sliding_window_pattern": 4},
+    ),
     "gemma3_text": Family(
         "Gemma3ForCausalLM",
         _ROTARY | _without("query_pre_attn_scalar", "rope_local_base_freq", "full_attention_interval") | {
@@ -221,7 +230,8 @@ KNOWN = tuple(kind for kind, family in FAMILIES.items() if family.architecture)
 """Model types in transformers."""
 TRAINED = tuple(kind for kind, family in FAMILIES.items() if family.trained)
 WITH_EXPERTS = tuple(kind for kind in KNOWN if FAMILIES[kind].fixed.get("num_experts") != 0)
-WITH_LOCAL_ROPE = tuple(kind for kind in KNOWN if "rope_local_base_freq" not in FAMILIES[kind].fixed)
+WITH_LOCAL_ROPE = tuple(kind for kind in KNOWN if "full_attention_interval" not in FAMILIES[kind].fixed)
+"""Model types whose layers have full attention or a window, each kind with RoPE of its own."""
 WITH_LATENT_ATTENTION = tuple(kind for kind in KNOWN if "kv_lora_rank" not in FAMILIES[kind].fixed)
 IN_DEEPSEEKS_WORDS = tuple(kind for kind in KNOWN if "n_routed_experts" in FAMILIES[kind].defaults)
 """Model types whose `config.json` has DeepSeek's keys for experts, such as `n_routed_experts`."""
