@@ -89,7 +89,7 @@ def few_micro_batches(name: str, pp: int, num_micro_batches: int) -> tuple[int, 
 @lru_cache(maxsize=128)
 def rounds_of(name: str, pp: int, num_micro_batches: int, virtual_stages: int | None) -> Rounds | None:
     """Repeating rounds of a schedule: their start and length, and the earlier actions that each reads. None if no round is like
-    the next, a round ends within a wave, or it reads what is older than the round before (a warm-up twice as deep as 1F1B's)."""
+    the next, a round ends within a wave, or it reads what is older than the round before (twice 1F1B's warm-up)."""
     program = program_of(name, pp, num_micro_batches, virtual_stages)
     known = SCHEDULES[name]
     waves = 2 * program.num_stages if known.in_rounds else known.round_actions
