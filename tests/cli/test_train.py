@@ -7,7 +7,9 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
+from typing import Any, get_type_hints
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from ultrascale.cli.main import main
 from ultrascale.config.resolve import resolve, to_toml
 from ultrascale.launch import local
 from ultrascale.launch.local import Ending
+from ultrascale.train import loop, worker
 
 
 @pytest.fixture
@@ -114,6 +117,34 @@ def test_several_processes_end_as_their_launcher_says(run_file, capsys, ranks_en
     assert train(run_file, "--processes", "2") == code
     told = capsys.readouterr().err
     assert message in told and (message != "" or told == "")
+
+
+READ_BY_THE_COMMAND = {"run", "processes", "elastic", "max_restarts", "json", "island"}
+"""Flags that end with the command; `island` is handed to ranks where they are launched."""
+
+
+def test_every_other_flag_reaches_one_process_and_several_alike(run_file, monkeypatch, ranks_end):
+    """A flag of `TrainOptions` that `_train` does not hand on, or that a worker does not take, would be ignored in silence."""
+    names = {item.name: get_type_hints(verb.TrainOptions)[item.name] for item in fields(verb.TrainOptions)}
+    given = {name: True if kind is bool else 2e12 for name, kind in names.items() if name not in READ_BY_THE_COMMAND}
+    words = [
+        text for name, value in given.items() for text in (f"--{name.replace('_', '-')}", *[str(value)] * (value is not True))
+    ]
+    received: list[dict[str, Any]] = []
+
+    def of_ranks(text: str, num_processes: int, *, worker_arguments: tuple[str, ...], **rest: Any) -> Ending:
+        monkeypatch.setattr(sys, "argv", ["worker", str(run_file), *worker_arguments])
+        assert worker.main() == 0
+        return Ending("")
+
+    monkeypatch.setattr(loop, "train", lambda run, **options: received.append(options))
+    monkeypatch.setattr(worker, "train", loop.train)
+    monkeypatch.setattr(worker, "end_with_starter", lambda: None)
+    ranks_end(of_ranks)
+    assert train(run_file, *words) == train(run_file, *words, "--processes", "2") == 0
+    for options in received:
+        assert {name: options[name] for name in given} == given
+    assert len(received) == 2
 
 
 def progress_seen(run_file: Path, ranks_end, make: list[Callable[[Path], object]]) -> list[str]:
