@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import fields
+from inspect import signature
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -119,32 +119,24 @@ def test_several_processes_end_as_their_launcher_says(run_file, capsys, ranks_en
     assert message in told and (message != "" or told == "")
 
 
-READ_BY_THE_COMMAND = {"run", "processes", "elastic", "max_restarts", "json", "island"}
-"""Flags that end with the command; `island` is handed to ranks where they are launched."""
-
-
-def test_every_other_flag_reaches_one_process_and_several_alike(run_file, monkeypatch, ranks_end):
-    """A flag of `TrainOptions` that `_train` does not hand on, or that a worker does not take, would be ignored in silence."""
-    names = {item.name: get_type_hints(verb.TrainOptions)[item.name] for item in fields(verb.TrainOptions)}
-    given = {name: True if kind is bool else 2e12 for name, kind in names.items() if name not in READ_BY_THE_COMMAND}
+def test_every_option_of_train_reaches_several_processes_as_it_reaches_one(run_file, ranks_end):
+    kinds = get_type_hints(verb.TrainOptions)
+    given = {name: True if kinds[name] is bool else 2e12 for name in verb.TrainOptions("run.toml").of_ranks()}
     words = [
-        text for name, value in given.items() for text in (f"--{name.replace('_', '-')}", *[str(value)] * (value is not True))
+        word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", *[str(value)] * (value is not True))
     ]
-    received: list[dict[str, Any]] = []
+    received: list[tuple[str, ...]] = []
 
-    def of_ranks(text: str, num_processes: int, *, worker_arguments: tuple[str, ...], **rest: Any) -> Ending:
-        monkeypatch.setattr(sys, "argv", ["worker", str(run_file), *worker_arguments])
-        assert worker.main() == 0
+    def of_ranks(*arguments: Any, worker_arguments: tuple[str, ...], **rest: Any) -> Ending:
+        received.append(worker_arguments)
         return Ending("")
 
-    monkeypatch.setattr(loop, "train", lambda run, **options: received.append(options))
-    monkeypatch.setattr(worker, "train", loop.train)
-    monkeypatch.setattr(worker, "end_with_starter", lambda: None)
     ranks_end(of_ranks)
-    assert train(run_file, *words) == train(run_file, *words, "--processes", "2") == 0
-    for options in received:
-        assert {name: options[name] for name in given} == given
-    assert len(received) == 2
+    assert train(run_file, "--processes", "2", *words) == 0
+    (flags,) = received
+    read = vars(worker.build_parser().parse_args([str(run_file), *flags]))
+    assert {name: read[name] for name in given} == given
+    assert given.keys() <= signature(loop.train).parameters.keys()
 
 
 def progress_seen(run_file: Path, ranks_end, make: list[Callable[[Path], object]]) -> list[str]:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import tomllib
 from typing import get_args
 
 import pytest
 
-from ultrascale.catalogue.stacks import stack_files
 from ultrascale.catalogue.stacks.stack import OPTIMIZERS, Stack
 from ultrascale.catalogue.stacks.stack_files import (
     STACKS,
     changed_settings,
     changed_stack,
+    expect_known_keys,
     program_of,
     setting_types,
     settings_of,
@@ -48,12 +49,9 @@ def test_every_value_that_is_not_the_usual_one_says_where_it_was_read(name: str)
         ('[settings]\nreduce_bytes = { is = 2, from = "its README", as = "others" }', "as"),
     ],
 )  # fmt: skip
-def test_a_key_that_nothing_reads_and_a_setting_without_a_source_are_refused(tmp_path, monkeypatch, text, key) -> None:
-    (tmp_path / "later.toml").write_text(f'title = "Later"\nrelease = "of 2027"\n{text}\n')
-    monkeypatch.setattr(stack_files, "FOLDER", tmp_path)
-    monkeypatch.setattr(stack_files, "stack_names", lambda: ("later",))
+def test_a_key_that_nothing_reads_and_a_setting_without_a_source_are_refused(text, key) -> None:
     with pytest.raises(SpecError) as caught:
-        stack_file("later")
+        expect_known_keys("later.toml", tomllib.loads(f'title = "Later"\nrelease = "of 2027"\n{text}'))
     assert [problem.key.rpartition(".")[2] for problem in caught.value.problems] == [key]
     assert "later.toml" in caught.value.problems[0].key
 

@@ -146,7 +146,7 @@ def stack_file(name: str) -> StackFile:
         remedy = f"{program[0]} stands for it." if program else did_you_mean(name, stack_names(), remedy, most=2)
         raise mistake("stack", f"there is no trainer called {name!r}", remedy)
     table = tomllib.loads((FOLDER / f"{name}.toml").read_text(encoding="utf-8"))
-    _expect_known_keys(f"{name}.toml", table)
+    expect_known_keys(f"{name}.toml", table)
     base = stack_file(table["extends"]) if "extends" in table else None
     leaves = dict(_leaves(table.get("settings", {})))
     stack = with_settings(
@@ -175,7 +175,7 @@ def stack_file(name: str) -> StackFile:
     )
 
 
-def _expect_known_keys(file: str, table: Mapping[str, Any]) -> None:
+def expect_known_keys(file: str, table: Mapping[str, Any]) -> None:
     """Raises SpecError for a key that nothing reads, and a setting without its source."""
     Entry(file, table).expect_only(*_KEYS, *_PARTS, "settings")
     for part, kind in _PARTS.items():
