@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from ultrascale.catalogue.stacks.stack import OPTIMIZERS, Kernels, Overheads, Stack
-from ultrascale.catalogue.tables import Entry
+from ultrascale.catalogue.tables import Entry, entries
 from ultrascale.description.layout import CpMethod
 from ultrascale.description.problems import Problem, SpecError, did_you_mean, mistake
 from ultrascale.description.recomputed import MODULES
@@ -180,9 +180,7 @@ def expect_known_keys(file: str, table: Mapping[str, Any]) -> None:
     Entry(file, table).expect_only(*_KEYS, *_PARTS, "settings")
     for part, kind in _PARTS.items():
         Entry(f"{file}: {part}", table.get(part, {})).expect_only(*(item.name for item in fields(kind)))
-    for key, leaf in _leaves(table.get("settings", {})):
-        setting = Entry(f"{file}: settings.{key}", leaf)
-        setting.expect_only("is", "from", "shared")
+    for _, setting in entries(f"{file}: settings", dict(_leaves(table.get("settings", {}))), "is", "from", "shared"):
         setting.get("from", str)
 
 
