@@ -1,10 +1,13 @@
 import json
+import re
 from dataclasses import replace
+from pathlib import Path
 
+import models.families
 import pytest
 
 from ultrascale.catalogue.models.model_presets import PRESETS
-from ultrascale.description.architecture.families import FAMILIES, export_problems
+from ultrascale.description.architecture.families import FAMILIES, TRAINED, export_problems
 from ultrascale.description.architecture.huggingface import from_hf, model_from_config, to_hf
 from ultrascale.description.architecture.model import RopeScaling
 from ultrascale.description.problems import SpecError
@@ -279,3 +282,12 @@ def test_a_key_that_is_there_twice_is_refused_by_its_name(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": 64, "hidden_size": 128}')
     with pytest.raises(SpecError, match="hidden_size is there twice"):
         from_hf(tmp_path)
+
+
+def test_every_family_is_compared_with_transformers_and_named_on_the_pages():
+    """A family that the lists of tests lack would be proven by its preset alone."""
+    docs = Path(__file__).parents[2] / "docs"
+    describe, support = ((docs / name).read_text() for name in ("describe.md", "support.md"))
+    assert {model.model_type for model in (models.families.FAMILIES | models.families.EXPERT_FAMILIES).values()} == {*TRAINED}
+    assert [kind for kind in KNOWN if not re.search(rf"[` ]{kind}[` ]", describe)] == []
+    assert [kind for kind in TRAINED if f"| {kind} |" not in support] == []
