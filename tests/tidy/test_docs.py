@@ -81,6 +81,16 @@ def test_every_file_named_in_a_page_exists(page):
     assert [file for file in files if not (ROOT / file).exists()] == []
 
 
+METRIC = re.compile(r'"((?:train|perf|mem|moe|progress|plan|val|outer)/\w+)"')
+
+
+def test_every_metric_of_a_run_is_on_the_page_about_training():
+    page = (ROOT / "docs" / "training.md").read_text()
+    files = [path for path in MODULES if path.parts[len(PACKAGE.parts)] in ("train", "islands")]
+    names = {name for path in files for name in METRIC.findall(path.read_text())}
+    assert len(names) > 20 and [name for name in sorted(names) if f"`{name}`" not in page] == []
+
+
 CODE_OF_SRC = re.compile(rf"(?:{'|'.join(PACKAGES)})/[\w./]+$")
 
 
