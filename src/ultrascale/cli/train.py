@@ -11,7 +11,7 @@ import time
 import uuid
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, fields, replace
-from itertools import chain, pairwise
+from itertools import pairwise
 from pathlib import Path
 from shlex import join, quote
 from typing import Any
@@ -123,7 +123,8 @@ def _train(options: TrainOptions, settings: list[str]) -> tuple[Run, int]:
         expect_store(resolved)
     if resolved.layout.pp > 1:
         schedule_of(resolved.layout, num_micro_batches(resolved.layout, resolved.batch.sequences_per_batch))
-    flags = tuple(chain.from_iterable(_flag(name, value) for name, value in options.of_ranks().items()))
+    given = {name.replace("_", "-"): value for name, value in options.of_ranks().items() if value not in (None, False)}
+    flags = tuple(f"--{name}" if value is True else f"--{name}={value}" for name, value in given.items())
     if "WORLD_SIZE" in os.environ or (resolved.num_processes == 1 and island is None):
         from ultrascale.train.loop import train
         from ultrascale.train.worker import run_or_explain
@@ -134,11 +135,6 @@ def _train(options: TrainOptions, settings: list[str]) -> tuple[Run, int]:
     else:
         code = _launch(resolved, options.max_restarts, flags, island)
     return resolved, code
-
-
-def _flag(name: str, value: Any) -> list[str]:
-    """Words of a command that set an option; none if it is off or not given."""
-    return [] if value in (None, False) else [f"--{name.replace('_', '-')}", *[str(value)] * (value is not True)]
 
 
 def _weights_notes(resolved: Resolved, words: list[str]) -> list[str]:

@@ -42,6 +42,7 @@ def _without(*free: str) -> dict[str, Any]:
 
 
 _LATENT = _without("kv_lora_rank", "num_nextn_predict_layers")
+_OLMO: dict[str, Any] = {"norm_placement": "post", "qk_norm": True, "qk_norm_whole": True, "mlp_bias": False}
 _QWEN = {"vocab_size": 151936, "intermediate_size": 22016, "max_position_embeddings": 32768, "num_key_value_heads": 32}
 _QWEN_WINDOW = {"sliding_window": 4096, "max_window_layers": 28}
 _DEEPSEEK = {
@@ -104,16 +105,13 @@ FAMILIES: dict[str, Family] = {
     ),
     "olmo2": Family(
         "Olmo2ForCausalLM",
-        _ROTARY | _DENSE | _ALL_SEEN | {
-            "norm_placement": "post", "qk_norm": True, "qk_norm_whole": True, "mlp_bias": False,
-        },
+        _ROTARY | _DENSE | _ALL_SEEN | _OLMO,
         {"vocab_size": 50304, "rms_norm_eps": 1e-5},
     ),
     "olmo3": Family(
         "Olmo3ForCausalLM",
-        _ROTARY | _without("norm_placement", "qk_norm_whole", "rope_local_base_freq", "full_attention_interval") | {
-            "num_experts": 0, "norm_placement": "post", "qk_norm": True, "qk_norm_whole": True, "mlp_bias": False,
-            "max_window_layers": 0, "no_rope_layer_interval": None,
+        _ROTARY | _without("full_attention_interval") | _OLMO | {
+            "num_experts": 0, "max_window_layers": 0, "no_rope_layer_interval": None,
             "rope_theta": 5e5, "rope_local_base_freq": 5e5,  # transformers 5 takes no other from a file for both kinds of layer
         },
         {"vocab_size": 50304, "rms_norm_eps": 1e-5, "rope_theta": 5e5, "sliding_window": 4096, "sliding_window_pattern": 4},
