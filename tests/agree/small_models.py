@@ -36,6 +36,7 @@ FAMILIES = {
     "window": _dense("mistral"),
     "mixed-window": _dense("qwen2-window"),
     "post-norm": _dense("olmo2"),
+    "post-norm, windows": _dense("olmo3"),
     "gemma": _dense("gemma3"),
     "no-rope": _dense("smollm3"),
 }

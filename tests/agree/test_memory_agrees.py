@@ -8,6 +8,7 @@ import pytest
 from agree.small_models import DEMO, FAMILIES, WITH_EXPERTS, measured_peak
 from ranks import run_ranks
 
+from ultrascale.catalogue.stacks.stack import OPTIMIZERS
 from ultrascale.description.layout import Layout
 from ultrascale.measure.compare import compare_memory
 from ultrascale.plan.memory.replay import plan_memory
@@ -77,7 +78,7 @@ def test_the_planned_peak_of_hybrid_sharding_is_the_measured_one() -> None:
     assert abs(difference_percent(DEMO, layout, 128, 1)) < LIMIT_PERCENT
 
 
-@pytest.mark.parametrize("optimizer", ["adamw-bf16", "adamw-8bit", "muon"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("dp", [1, 2])
 def test_the_planned_peak_of_every_optimizer_is_the_measured_one(dp, optimizer) -> None:
     """Weights weigh more than activations, so that the update itself is the peak, or near it."""

@@ -7,7 +7,9 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from inspect import signature
 from pathlib import Path
+from typing import Any, get_type_hints
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from ultrascale.cli.main import main
 from ultrascale.config.resolve import resolve, to_toml
 from ultrascale.launch import local
 from ultrascale.launch.local import Ending
+from ultrascale.train import loop, worker
 
 
 @pytest.fixture
@@ -114,6 +117,26 @@ def test_several_processes_end_as_their_launcher_says(run_file, capsys, ranks_en
     assert train(run_file, "--processes", "2") == code
     told = capsys.readouterr().err
     assert message in told and (message != "" or told == "")
+
+
+def test_every_option_of_train_reaches_several_processes_as_it_reaches_one(run_file, ranks_end):
+    kinds = get_type_hints(verb.TrainOptions)
+    given = {name: True if kinds[name] is bool else 2e12 for name in verb.TrainOptions("run.toml").of_ranks()}
+    words = [
+        word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", *[str(value)] * (value is not True))
+    ]
+    received: list[tuple[str, ...]] = []
+
+    def of_ranks(*arguments: Any, worker_arguments: tuple[str, ...], **rest: Any) -> Ending:
+        received.append(worker_arguments)
+        return Ending("")
+
+    ranks_end(of_ranks)
+    assert train(run_file, "--processes", "2", *words) == 0
+    (flags,) = received
+    read = vars(worker.build_parser().parse_args([str(run_file), *flags]))
+    assert {name: read[name] for name in given} == given
+    assert given.keys() <= signature(loop.train).parameters.keys()
 
 
 def progress_seen(run_file: Path, ranks_end, make: list[Callable[[Path], object]]) -> list[str]:

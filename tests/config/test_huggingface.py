@@ -1,10 +1,13 @@
 import json
+import re
 from dataclasses import replace
+from pathlib import Path
 
+import models.families
 import pytest
 
 from ultrascale.catalogue.models.model_presets import PRESETS
-from ultrascale.description.architecture.families import FAMILIES, export_problems
+from ultrascale.description.architecture.families import FAMILIES, TRAINED, export_problems
 from ultrascale.description.architecture.huggingface import from_hf, model_from_config, to_hf
 from ultrascale.description.architecture.model import RopeScaling
 from ultrascale.description.problems import SpecError
@@ -33,6 +36,17 @@ GEMMA_3_1B = {  # as published
     "vocab_size": 262144,
 }  # fmt: skip
 
+OLMO_3_7B = {  # as published
+    "architectures": ["Olmo3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "eos_token_id": 100257,
+    "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 11008,
+    "layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 8, "max_position_embeddings": 65536,
+    "model_type": "olmo3", "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32,
+    "pad_token_id": 100277, "rms_norm_eps": 1e-06, "rope_scaling": {
+        "attention_factor": 1.2079441541679836, "beta_fast": 32, "beta_slow": 1, "factor": 8.0,
+        "original_max_position_embeddings": 8192, "rope_type": "yarn",
+    },
+    "rope_theta": 500000, "sliding_window": 4096, "tie_word_embeddings": False, "use_cache": False, "vocab_size": 100278,
+}  # fmt: skip
 
 # grok is planned from its preset only: transformers does not know it.
 KNOWN = [name for name, family in FAMILIES.items() if family.architecture]
@@ -134,6 +148,22 @@ def test_gemma_3_sees_everything_at_every_sixth_layer_and_turns_there_by_another
 
 def test_gemma_3_is_read_as_published_with_the_cache_that_its_file_asks_for():
     assert model_from_config(GEMMA_3_1B, name="gemma-3-1b") == PRESETS["gemma-3-1b"]
+
+
+def test_olmo_3_is_read_as_published_and_its_windowed_layers_are_not_stretched():
+    model = PRESETS["olmo-3-7b"]
+    assert model_from_config(OLMO_3_7B, name="olmo-3-7b") == model
+    plain = {key: value for key, value in OLMO_3_7B.items() if key not in ("layer_types", "rope_theta", "rope_scaling")}
+    assert model_from_config(plain | {"sliding_window": 4096}, name="olmo-3-7b") == replace(model, rope_scaling=None)
+    assert [layer for layer in range(9) if not model.is_rope_local(layer)] == [3, 7]
+
+
+def test_olmo_3_has_one_rope_base_that_transformers_4_and_5_read_alike():
+    assert "transformers 5" in refused(OLMO_3_7B, rope_theta=10000)["rope_theta"].rule
+    tables = {"sliding_attention": {"rope_theta": 1e4}, "full_attention": {"rope_theta": 2e4}}
+    model = model_from_config({k: v for k, v in OLMO_3_7B.items() if k[:4] != "rope"} | {"rope_parameters": tables})
+    assert (model.rope_theta, model.rope_local_base_freq) == (2e4, 1e4)
+    assert {problem.key for problem in export_problems(model)} == {"model.rope_theta", "model.rope_local_base_freq"}
 
 
 def test_the_new_form_of_rotary_parameters_says_the_same():
@@ -252,3 +282,12 @@ def test_a_key_that_is_there_twice_is_refused_by_its_name(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": 64, "hidden_size": 128}')
     with pytest.raises(SpecError, match="hidden_size is there twice"):
         from_hf(tmp_path)
+
+
+def test_every_family_is_compared_with_transformers_and_named_on_the_pages():
+    """A family that the lists of tests lack would be proven by its preset alone."""
+    docs = Path(__file__).parents[2] / "docs"
+    describe, support = ((docs / name).read_text() for name in ("describe.md", "support.md"))
+    assert {model.model_type for model in (models.families.FAMILIES | models.families.EXPERT_FAMILIES).values()} == {*TRAINED}
+    assert [kind for kind in KNOWN if not re.search(rf"[` ]{kind}[` ]", describe)] == []
+    assert [kind for kind in TRAINED if f"| {kind} |" not in support] == []

@@ -1,9 +1,18 @@
+from dataclasses import is_dataclass, replace
+
 import pytest
 
 from ultrascale.catalogue.cluster import parse_cluster
+from ultrascale.catalogue.models.model_presets import PRESETS
 from ultrascale.config.resolve import resolve
-from ultrascale.config.rules.run_rules import run_notes
+from ultrascale.config.rules.run_rules import RULES, TRAINING_RULES, run_notes
+from ultrascale.config.rules.trainable import LAYOUT_RULES
+from ultrascale.config.schema import leaves
+from ultrascale.description.layout import Layout
 from ultrascale.description.problems import SpecError
+from ultrascale.description.run import Batch, Evaluation, Run
+from ultrascale.description.sections.islands import Islands
+from ultrascale.description.sections.trackers import Log
 
 TINY = {"model.preset": "tiny-llama", "batch.sequence_length": 128}
 
@@ -194,3 +203,45 @@ def test_a_budget_of_bytes_has_a_unit():
     assert resolve(None, words).run.layout.recompute_budget == 20 * 2**30
     with pytest.raises(SpecError, match=r"expected bytes, such as 20GiB, 16GB or 16000000000, found '20G'"):
         resolve(None, words | {"layout.recompute_budget": "20G"})
+
+
+class Noted:
+    """A value whose fields, and those of the dataclasses in it, are noted by key as they are read."""
+
+    def __init__(self, value, path, read):
+        self.__dict__.update(_value=value, _path=path, _read=read)
+
+    def __getattr__(self, name):
+        value, key = getattr(self._value, name), f"{self._path}.{name}".lstrip(".")
+        if is_dataclass(value):
+            return Noted(value, key, self._read)
+        self._read.add(key)
+        return value
+
+
+PLAIN = Run(PRESETS["tiny-mixtral"], batch=Batch(128, 64))
+JUDGED = [
+    replace(run, layout=layout)
+    for run in (
+        PLAIN,
+        replace(PLAIN, compile=True, device="cuda", log=Log(gradient_noise_scale=True), evaluation=Evaluation(5),
+                islands=Islands(count=2)),
+    )
+    for layout in (
+        Layout(), Layout(dp=2, zero_stage=3, ep=2), Layout(tp=2, cp=2, pp=2, schedule="interleaved", virtual_stages=2),
+        Layout(tp=2, precision="fp8", recompute="selective", mlp_chunks=2, offload_optimizer=True, offload_activations=True,
+               partition_checkpoints=True),
+    )
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("rule", [*RULES, *TRAINING_RULES, *LAYOUT_RULES], ids=lambda rule: rule.check.__name__)
+def test_a_rule_names_every_key_that_it_reads_and_no_other_word(rule):
+    """A rule is left out if a key that it reads could not be read: else a mistake is told a second time, of a value that nobody
+    gave."""
+    keys, read = {*leaves()}, set()
+    of_layout = rule in LAYOUT_RULES
+    for run in JUDGED:
+        list(rule.check(Noted(run.layout, "layout", read) if of_layout else Noted(run, "", read)))
+    assert all(any(f"{key}.".startswith(f"{name}.") for key in keys) for name in rule.reads)
+    assert {key for key in read & keys if not any(f"{key}.".startswith(f"{name}.") for name in rule.reads)} == set()

@@ -9,6 +9,8 @@ import random
 import subprocess
 import sys
 import tracemalloc
+from pathlib import Path
+from typing import get_args
 
 import pyarrow
 import pyarrow.parquet
@@ -17,10 +19,11 @@ import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ultrascale.cli.data import prepare
 from ultrascale.data.files import DataError
 from ultrascale.data.reading import documents
 from ultrascale.data.reading.documents import Document, PartReader
-from ultrascale.data.reading.inputs import Part, cut_shards, find_files
+from ultrascale.data.reading.inputs import COMPRESSIONS, KINDS, InputFile, Kind, Part, cut_shards, find_files
 from ultrascale.data.tokenizer import train_tokenizer
 
 PREPARE_AND_MEASURE = """
@@ -402,3 +405,18 @@ def test_a_field_that_holds_no_text_is_told_from_a_text_that_is_missing(tmp_path
         for number, line in enumerate((b'{"text": [{"role": "user", "content": "hello"}]}', b'{"text": null}'))
     )
     assert "--field (the messages of a chat are none)" in chat.remedy and "--field" not in missing.remedy
+
+
+@pytest.mark.parametrize("kind", get_args(Kind))
+def test_every_kind_of_file_has_a_reader(kind, tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(b"")
+    (found,) = PartReader(Part(InputFile(path, "file", kind, "", 0, 0), 0, 0, 0), field="text", spool=tmp_path)
+    assert isinstance(found, DataError)  # nothing is there to read
+
+
+def test_the_help_of_prepare_and_the_page_have_every_ending_that_is_read():
+    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
+    for suffix in (*KINDS, *COMPRESSIONS):
+        assert f"`{suffix}`" in page, suffix
+        assert suffix in COMPRESSIONS or suffix in (prepare.__doc__ or ""), suffix

@@ -32,6 +32,18 @@ FAMILIES: dict[str, Model] = {
     "qwen3": replace(LLAMA, model_type="qwen3", qk_norm=True, head_dim=16, norm_eps=1e-6),
     "smollm3": replace(LLAMA, model_type="smollm3", no_rope_layer_interval=2, tie_word_embeddings=True, num_hidden_layers=4),
     "olmo2": replace(LLAMA, model_type="olmo2", norm_placement="post", qk_norm=True, qk_norm_whole=True, rope_theta=5e5),
+    "olmo3": replace(
+        LLAMA,
+        model_type="olmo3",
+        norm_placement="post",
+        qk_norm=True,
+        qk_norm_whole=True,
+        rope_theta=5e5,
+        rope_local_base_freq=5e5,
+        rope_scaling=RopeScaling("yarn", 8.0, 16, attention_factor=1.2),
+        sliding_window=7,
+        full_attention_interval=2,
+    ),
     "gemma3": replace(
         LLAMA,
         model_type="gemma3_text",

@@ -119,8 +119,11 @@ def test_logits_and_every_gradient_of_models_with_experts_equal_transformers_in_
 @pytest.mark.parametrize("max_shard_bytes", [10**9, 20_000], ids=["one file", "shards"])
 @pytest.mark.parametrize(
     "family",
-    ["gpt2", "llama3-scaling", "llama-yarn", "mistral", "qwen2-window", "smollm3", "olmo2", "gemma3", *EXPERT_FAMILIES],
-)
+    [
+        "gpt2", "llama3-scaling", "llama-yarn", "mistral", "qwen2-window", "smollm3", "olmo2", "olmo3", "gemma3",
+        *EXPERT_FAMILIES,
+    ],
+)  # fmt: skip
 def test_export_then_import_is_bit_equal(family, max_shard_bytes, tmp_path):
     model = (FAMILIES | EXPERT_FAMILIES)[family]
     state = state_of(random_decoder(model, torch.bfloat16))
@@ -173,6 +176,7 @@ def test_the_bias_that_balances_load_goes_out_in_full_whatever_the_rest_is_cast_
         "qwen3",
         "smollm3",
         "olmo2",
+        "olmo3",
         "gemma3",
         "mixtral",
         "olmoe",

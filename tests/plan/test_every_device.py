@@ -14,6 +14,7 @@ from ultrascale.description.layout import Layout
 from ultrascale.plan.laws.compute import matmul_seconds
 from ultrascale.plan.laws.devices import power_slowdown
 from ultrascale.plan.search.search import search
+from ultrascale.plan.time.offload import host_link
 from ultrascale.plan.time.price import Prediction, half_precision_peak, predict
 from ultrascale.plan.workload import Workload
 
@@ -87,6 +88,17 @@ def test_a_search_finds_a_layout_of_a_new_card(name: str) -> None:
     best = search(Workload(MODEL, parse_cluster(f"8x{name}"), 2048, SEQUENCES, STACKS["ultrascale"])).best
     assert best is not None and best.layout.tp == 1  # PCIe or the narrowest link of a ring
     assert best.mfu() < 1 and half_precision_peak(best.workload.cluster.accelerator) > 0
+
+
+@pytest.mark.parametrize("name", ACCELERATORS)
+def test_no_card_has_a_faster_link_to_its_host_than_to_its_neighbours_over_pcie(name: str) -> None:
+    workload = planned(name).workload
+    inside = workload.cluster.node.intra_link
+    assert inside is not None
+    if inside.name.startswith("PCIe"):
+        assert 0.7 < host_link(workload) / inside.bytes_per_second.value < 1
+    if name in ("a40", "l40s", "rtx-4090"):
+        assert host_link(workload) == 25e9
 
 
 def test_every_accelerator_has_a_node() -> None:

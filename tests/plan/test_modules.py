@@ -21,7 +21,14 @@ from ultrascale.plan.time.price import predict
 from ultrascale.plan.view.recomputation import recomputation_statement
 from ultrascale.plan.workload import Workload
 from ultrascale.work.ops import Shape
-from ultrascale.work.recompute import available_modules, recompute_of_mode, recomputed_ops, regions, selective_modules
+from ultrascale.work.recompute import (
+    available_modules,
+    recompute_of_mode,
+    recomputed_ops,
+    regions,
+    saved_bytes,
+    selective_modules,
+)
 from ultrascale.work.work import block_work
 
 NAMES = st.sampled_from(sorted(PRESETS))
@@ -171,6 +178,16 @@ def test_a_module_lets_go_of_what_its_name_says(name: str, module: str, kept: se
     ops = block_work(model, model.num_hidden_layers - 1, Shape(1, 4096, "bf16", device="cuda"))
     dropped = {name for region in regions(ops, {module}) for name in region.drops}
     assert {name for name in dropped if not name.endswith("_inverse_rms")} == kept
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if name.startswith("tiny-")])
+def test_every_module_that_a_model_is_said_to_have_frees_bytes_of_some_block(name: str) -> None:
+    model = PRESETS[name]
+    shape = Shape(1, 512, "bf16", device="cuda")
+    blocks = [block_work(model, layer, shape) for layer in range(model.num_hidden_layers)]
+    for module in available_modules(model):
+        freed = max(saved_bytes(ops, regions(ops, {module})) for ops in blocks)
+        assert freed > 0, f"{module}: work.recompute._place puts no operation of {name} into it"
 
 
 def test_layernorm_and_every_other_module_of_megatron_needs_less_and_never_more() -> None:

@@ -184,6 +184,7 @@ def test_a_step_whose_rounds_are_multiplied_is_the_step_played_to_its_end(name, 
 def test_between_rounds_of_16_ranks_two_ends_or_so_a_rank_are_all_that_is_read(name, virtual, most_carried):
     few, _ = few_micro_batches(name, 16, 512)
     rounds = rounds_of(name, 16, few, virtual)
+    assert rounds is not None
     assert (len(rounds.carried), few <= 64) == (most_carried, True)
 
 
@@ -205,6 +206,7 @@ def test_rounds_of_deep_pipelines_are_found_among_few_micro_batches(name):
     for pp in (12, 24):
         few, _ = few_micro_batches(name, pp, 960)
         rounds = rounds_of(name, pp, few, None)
+        assert rounds is not None
         assert few <= 3 * pp + 6
         assert len(rounds.carried) <= 2.4 * pp
 

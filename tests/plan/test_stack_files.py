@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import tomllib
+from typing import get_args
+
 import pytest
 
-from ultrascale.catalogue.stacks.stack import Stack
+from ultrascale.catalogue.stacks.stack import OPTIMIZERS, Stack
 from ultrascale.catalogue.stacks.stack_files import (
     STACKS,
     changed_settings,
     changed_stack,
+    expect_known_keys,
     program_of,
     setting_types,
     settings_of,
@@ -17,7 +21,9 @@ from ultrascale.catalogue.stacks.stack_files import (
     with_settings,
 )
 from ultrascale.cli.main import main
+from ultrascale.description.layout import CpMethod, Precision
 from ultrascale.description.problems import SpecError
+from ultrascale.description.recomputed import MODULES
 from ultrascale.description.schedules import SCHEDULES
 from ultrascale.plan.flags.trainers import WRITERS
 
@@ -31,6 +37,23 @@ def test_every_value_that_is_not_the_usual_one_says_where_it_was_read(name: str)
     assert told <= {*file.sources} and all(len(text) > 4 for text in file.sources.values())
     assert file.title and file.release and file.stack.name == name
     assert set(file.can.schedules) <= {*SCHEDULES} and file.writes in {"", *WRITERS}
+    assert set(file.can.precisions) <= {*get_args(Precision)} and set(file.can.cp_methods) <= {*get_args(CpMethod)}
+    assert set(file.can.modules) <= {*MODULES} and set(file.can.optimizers) <= {*OPTIMIZERS}
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ('extend = "torchtitan"', "extend"), ("[can]\ntensr = true", "tensr"), ("[usual]\nzero = 1", "zero"),
+        ("[settings]\nreduce_bytes = { is = 2 }", "from"),
+        ('[settings]\nreduce_bytes = { is = 2, from = "its README", as = "others" }', "as"),
+    ],
+)  # fmt: skip
+def test_a_key_that_nothing_reads_and_a_setting_without_a_source_are_refused(text, key) -> None:
+    with pytest.raises(SpecError) as caught:
+        expect_known_keys("later.toml", tomllib.loads(f'title = "Later"\nrelease = "of 2027"\n{text}'))
+    assert [problem.key.rpartition(".")[2] for problem in caught.value.problems] == [key]
+    assert "later.toml" in caught.value.problems[0].key
 
 
 def test_a_number_that_several_stacks_share_is_one_number() -> None:

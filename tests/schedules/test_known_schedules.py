@@ -53,7 +53,8 @@ def test_a_few_micro_batches_hold_as_much_as_many(one, pp):
         loads_of(PipelineShape(one.name, pp, virtual_stages, count, one_each, (0,) * len(one_each), 1)) for count in (few, many)
     ]
     assert few < many
-    assert rows[0].rows.tolist() == rows[1].rows.tolist()
+    held = f"SCHEDULES[{one.name!r}].warm_up x pp micro-batches do not fill its pipeline: raise warm_up"
+    assert rows[0].rows.tolist() == rows[1].rows.tolist(), held
 
 
 def names_spelled(path):
@@ -86,11 +87,23 @@ import pytest
 
 from ultrascale.description import schedules
 
-schedules.SCHEDULES["later"] = replace(schedules.SCHEDULES["zb-h1"], name="later", builder="later", pattern="later", aliases=())
+def add(name, like, order, **facts):
+    row = replace(schedules.SCHEDULES[like], name=name, builder=name, pattern=name, aliases=(), torch="", **facts)
+    schedules.SCHEDULES[name] = row
+    module = sys.modules[f"ultrascale.schedules.kinds.{name}"] = ModuleType(name)
+    setattr(module, name, order)
+
+from ultrascale.schedules.actions import backward, forward
+from ultrascale.schedules.kinds.one_f_one_b import alternate
 from ultrascale.schedules.kinds.zb_h1 import zb_h1
 
-order = sys.modules["ultrascale.schedules.kinds.later"] = ModuleType("later")
-order.later = lambda pp, num_micro_batches: zb_h1(pp, num_micro_batches)
+def deep(pp, num_micro_batches):
+    "1F1B with twice its warm-up: a round reads what is older than the round before."
+    rows = [[[step(rank, k) for k in range(num_micro_batches)] for step in (forward, backward)] for rank in range(pp)]
+    return [alternate(*row, ahead=2 * (pp - 1 - rank)) for rank, row in enumerate(rows)]
+
+add("later", "zb-h1", lambda pp, num_micro_batches: zb_h1(pp, num_micro_batches))
+add("deep", "1f1b", deep, warm_up=2)
 
 import ultrascale as us
 from ultrascale.catalogue.cluster import parse_cluster
@@ -113,6 +126,8 @@ assert schedule_of(new, 8) == schedule_of(old, 8)
 assert untrainable_layout(replace(new, mlp_chunks=2)) != []
 sizes = ([2, 4, 4], 1, [5, 64, 9], [1.0, 2.0, 1.5], 1.0, [0.5, 1.0, 2.0])
 assert bubble_seconds("later", *sizes) == pytest.approx(bubble_seconds("zb-h1", *sizes))
+usual, deeper = (bubble_seconds(name, [3, 8], 1, [13, 200], 1.0, 1.0, 1.0) for name in ("1f1b", "deep"))
+assert deeper == pytest.approx(usual)
 assert any("later" in control.choices for control in CONTROLS)
 assert any(cell.row == "later" and not cell.refused for cell in cells())
 assert {one.name for one in us.schedule(pp=2, micro_batches=4)} == {*schedules.SCHEDULES}

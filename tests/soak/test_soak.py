@@ -19,11 +19,12 @@ from ultrascale.cli.main import main
 from ultrascale.cli.soak import table, to_json
 from ultrascale.description.run import Run
 from ultrascale.launch.restarts import RestartAccount
-from ultrascale.soak import story
+from ultrascale.soak import story, worker
 from ultrascale.soak.storm import KINDS, ON_RANK_0, Planted, draw, fire, fired
 from ultrascale.soak.story import Outcome, same_bits, same_state, soak, strikes_of
 from ultrascale.train.trainer import Trainer
 
+PAGE = Path(__file__).parents[2] / "docs" / "faults.md"
 NO_HANG_SECONDS = 12.0
 """A machine that is busy keeps no rank from its next beat for so long."""
 
@@ -37,6 +38,15 @@ def test_a_seed_decides_the_storm_and_every_kind_comes_as_often_as_every_other()
     assert drawn(3) == drawn(3) != drawn(4)
     counts = Counter(one.kind for one in drawn(count=10 * len(KINDS)))
     assert set(counts.values()) == {10} and counts.keys() == KINDS.keys()
+
+
+def test_every_kind_of_fault_is_done_once_and_has_its_row_of_the_page():
+    """A kind without code would end its rank by a KeyError, and count as an exception that the run survived."""
+    done = [*worker._AT_ONCE, *worker._AT_A_MOMENT]
+    assert sorted(done) == sorted(KINDS)
+    assert {kind for kind in KINDS if KINDS[kind].strikes_save} <= {*worker._AT_ONCE}
+    rows = {line.split("|")[1].strip() for line in PAGE.read_text().splitlines() if line.startswith("| ")}
+    assert {str(kind.row) for kind in KINDS.values()} <= rows
 
 
 def test_faults_come_one_after_the_other_and_kills_in_a_save_in_steps_that_save():

@@ -81,6 +81,47 @@ def test_every_file_named_in_a_page_exists(page):
     assert [file for file in files if not (ROOT / file).exists()] == []
 
 
+METRIC = re.compile(r'"((?:train|perf|mem|moe|progress|plan|val|outer)/\w+)"')
+
+
+def test_every_metric_of_a_run_is_on_the_page_about_training():
+    page = (ROOT / "docs" / "training.md").read_text()
+    files = [path for path in MODULES if path.parts[len(PACKAGE.parts)] in ("train", "islands")]
+    names = {name for path in files for name in METRIC.findall(path.read_text())}
+    assert len(names) > 20 and [name for name in sorted(names) if f"`{name}`" not in page] == []
+
+
+CODE_OF_SRC = re.compile(rf"(?:{'|'.join(PACKAGES)})/[\w./]+$")
+
+
+def missing_in_source(span: str) -> bool:
+    """True if `package/folder`, `package/file.py` or `package/module.name` is not in the source."""
+    if (PACKAGE / span).exists():
+        return False
+    module, _, name = span.rpartition(".")
+    file = PACKAGE / f"{module}.py"
+    return not file.exists() or re.search(rf"\b{name}\b", file.read_text()) is None
+
+
+@pytest.mark.parametrize("page", [ROOT / "CONTRIBUTING.md", ROOT / "docs" / "architecture.md"], ids=short)
+def test_every_place_of_the_source_in_a_page_for_contributors_exists(page):
+    spans = [span for span in CODE.findall(page.read_text()) if CODE_OF_SRC.match(span)]
+    assert len(spans) > 4 and [span for span in spans if missing_in_source(span)] == []
+
+
+def test_lines_that_the_architecture_counts_are_nearly_as_many():
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    for span, said in re.findall(r"`([\w/.]+)`, (\d+) lines", page):
+        place = PACKAGE / span
+        files = [place] if place.is_file() else sorted(place.glob("*.py"))
+        assert sum(len(file.read_text().splitlines()) for file in files) == pytest.approx(int(said), rel=0.1), span
+    first = re.findall(r"^\| `(src/[\w/.]+)`", page, re.MULTILINE)
+    said = re.search(r"Some ([\d,]+) lines", page)
+    assert said and len(first) == 12
+    lines = sum(len((ROOT / file).read_text().splitlines()) for file in first)
+    assert lines == pytest.approx(int(said[1].replace(",", "")), rel=0.05)
+
+
 def test_every_chapter_is_linked_from_the_readme_or_another_chapter():
     linked = {(page.parent / link).resolve() for page in PAGES for link in LINK.findall(page.read_text())}
     assert [short(page) for page in PAGES[1:] if page.resolve() not in linked] == []

@@ -10,6 +10,10 @@ from dataclasses import fields
 import pytest
 from tidy.sources import MODULES, PACKAGE, ROOT, parsed, short
 
+from ultrascale.api.planning.plan_request import PlanOptions
+from ultrascale.catalogue.stacks.stack import Kernels, Overheads, Stack
+from ultrascale.catalogue.stacks.stack_files import Abilities, Usual
+from ultrascale.description.architecture.model import Model
 from ultrascale.description.layout import Layout
 from ultrascale.description.run import (
     Batch,
@@ -24,6 +28,7 @@ from ultrascale.description.run import (
     Run,
     Source,
 )
+from ultrascale.description.sections.islands import Islands, Outer
 from ultrascale.description.sections.launch import Kubernetes, Launch, SkyPilot, Slurm
 
 VAGUE_NAMES = {"utils", "util", "helpers", "helper", "manager", "base", "common", "misc"}
@@ -90,7 +95,8 @@ def attributes_read() -> set[str]:
 
 
 SECTIONS = (Run, Layout, Batch, RampStage, Source, Data, Optimizer, Checkpoint, Evaluation, Log, LossScale, Faults, Launch,
-            Slurm, Kubernetes, SkyPilot)  # fmt: skip
+            Slurm, Kubernetes, SkyPilot, Model, Islands, Outer, Stack, Kernels, Overheads, Abilities, Usual,
+            PlanOptions)  # fmt: skip
 
 
 @pytest.mark.parametrize("section", SECTIONS)

@@ -79,8 +79,9 @@ def prepare(
 ) -> int:
     """Convert text to Megatron-compatible token shards and a manifest.
 
-    A text file is one document; so is each line of .jsonl (also .gz, .zst) and each row of .parquet, .csv or .tsv. The same
-    command resumes a killed run; the result does not depend on --workers.
+    A document is a line of .jsonl, .ndjson or .json, a row of .parquet, .arrow, .csv or .tsv, a sample of .tar, .tgz or .mds,
+    or any other file as a whole; .gz and .zst are read too. The same command resumes a killed run; the result does not depend
+    on --workers.
 
     Example: ultrascale data prepare src/ --glob '*.py' --train-tokenizer 8192 --on-bad skip --validation-fraction 0.01 --output
     prepared

@@ -10,10 +10,11 @@ import os
 import time
 import uuid
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from pathlib import Path
 from shlex import join, quote
+from typing import Any
 
 from ultrascale import console
 from ultrascale.api.schemas.stamp import stamped
@@ -68,6 +69,13 @@ class TrainOptions:
     json: bool = False
     """Print one JSON object at the end; all other output goes to stderr."""
 
+    def of_ranks(self) -> dict[str, Any]:
+        """The options that `train.loop.train` takes, in this process or, as flags, in each of several."""
+        return {item.name: getattr(self, item.name) for item in fields(self) if item.name not in _READ_HERE}
+
+
+_READ_HERE = ("run", "processes", "elastic", "max_restarts", "island", "json")
+
 
 def command(arguments: list[str]) -> int:
     """Run the verb; returns 0 if the run is complete or was stopped in order, 1 if it failed, 2 if the configuration is
@@ -115,24 +123,13 @@ def _train(options: TrainOptions, settings: list[str]) -> tuple[Run, int]:
         expect_store(resolved)
     if resolved.layout.pp > 1:
         schedule_of(resolved.layout, num_micro_batches(resolved.layout, resolved.batch.sequences_per_batch))
-    flags = (
-        *("--allow-changes",) * options.allow_changes,
-        *("--ignore-memory",) * options.ignore_memory,
-        *(() if leave_by is None else ("--leave-by", str(leave_by))),
-    )
+    given = {name.replace("_", "-"): value for name, value in options.of_ranks().items() if value not in (None, False)}
+    flags = tuple(f"--{name}" if value is True else f"--{name}={value}" for name, value in given.items())
     if "WORLD_SIZE" in os.environ or (resolved.num_processes == 1 and island is None):
         from ultrascale.train.loop import train
         from ultrascale.train.worker import run_or_explain
 
-        code = run_or_explain(
-            lambda: train(
-                resolved,
-                allow_changes=options.allow_changes,
-                ignore_memory=options.ignore_memory,
-                leave_by=leave_by,
-                island=island,
-            )
-        )
+        code = run_or_explain(lambda: train(resolved, **options.of_ranks(), island=island))
     elif resolved.islands.quorum and resolved.islands.count > 1 and island is None:
         code = launch_islands(to_toml(resolved), resolved, (*flags, "--max-restarts", str(options.max_restarts)))
     else:

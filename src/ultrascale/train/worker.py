@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from inspect import signature
 from pathlib import Path
 
 from torch import distributed as dist
@@ -34,6 +35,19 @@ second, reports the one that died.
 
 def main() -> int:
     """Train the run in the file given as first argument; returns the process's exit code."""
+    args = build_parser().parse_args()
+    if not has_launcher():
+        end_with_starter()
+    run = resolve(args.run).run
+    code = run_or_explain(lambda: _work(run, args), args.failure)
+    trains = args.profile is None and args.speed is None
+    if code == 0 and trains and args.saved is not None and env_rank() == 0:
+        args.saved.touch()
+    return code
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Flags of a rank: those of the launcher, and options of `train`, under the names that it gives them."""
     parser = argparse.ArgumentParser()
     parser.add_argument("run", type=Path)
     parser.add_argument("--rendezvous", default="env://")
@@ -48,15 +62,7 @@ def main() -> int:
     parser.add_argument("--profile-steps", type=int, nargs=2)
     parser.add_argument("--speed", type=Path, help="time --speed-steps WARM TIMED into this file, and leave")
     parser.add_argument("--speed-steps", type=int, nargs=2)
-    args = parser.parse_args()
-    if not has_launcher():
-        end_with_starter()
-    run = resolve(args.run).run
-    code = run_or_explain(lambda: _work(run, args), args.failure)
-    trains = args.profile is None and args.speed is None
-    if code == 0 and trains and args.saved is not None and env_rank() == 0:
-        args.saved.touch()
-    return code
+    return parser
 
 
 def _work(run: Run, args: argparse.Namespace) -> object:
@@ -71,10 +77,8 @@ def _work(run: Run, args: argparse.Namespace) -> object:
 
         warm, steps = args.speed_steps
         return measure_speed(run, steps, args.speed, warm=warm, rendezvous=args.rendezvous)
-    return train(
-        run, allow_changes=args.allow_changes, rendezvous=args.rendezvous, ignore_memory=args.ignore_memory,
-        leave_by=args.leave_by, island=args.island,
-    )  # fmt: skip
+    taken = signature(train).parameters
+    return train(run, **{name: value for name, value in vars(args).items() if name in taken and name != "run"})
 
 
 def run_or_explain(work: Callable[[], object], failure: Path | None = None) -> int:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from ultrascale.catalogue.stacks.stack import OPTIMIZERS, Kernels, Overheads, Stack
+from ultrascale.catalogue.tables import Entry, entries
 from ultrascale.description.layout import CpMethod
 from ultrascale.description.problems import Problem, SpecError, did_you_mean, mistake
 from ultrascale.description.recomputed import MODULES
@@ -145,6 +146,7 @@ def stack_file(name: str) -> StackFile:
         remedy = f"{program[0]} stands for it." if program else did_you_mean(name, stack_names(), remedy, most=2)
         raise mistake("stack", f"there is no trainer called {name!r}", remedy)
     table = tomllib.loads((FOLDER / f"{name}.toml").read_text(encoding="utf-8"))
+    expect_known_keys(f"{name}.toml", table)
     base = stack_file(table["extends"]) if "extends" in table else None
     leaves = dict(_leaves(table.get("settings", {})))
     stack = with_settings(
@@ -171,6 +173,19 @@ def stack_file(name: str) -> StackFile:
         {**(base.sources if base else {}), **{key: leaf["from"] for key, leaf in leaves.items()}},
         {**(base.shared if base else {}), **{key: leaf["shared"] for key, leaf in leaves.items() if "shared" in leaf}},
     )
+
+
+def expect_known_keys(file: str, table: Mapping[str, Any]) -> None:
+    """Raises SpecError for a key that nothing reads, and a setting without its source."""
+    Entry(file, table).expect_only(*_KEYS, *_PARTS, "settings")
+    for part, kind in _PARTS.items():
+        Entry(f"{file}: {part}", table.get(part, {})).expect_only(*(item.name for item in fields(kind)))
+    for _, setting in entries(f"{file}: settings", dict(_leaves(table.get("settings", {}))), "is", "from", "shared"):
+        setting.get("from", str)
+
+
+_KEYS = ("title", "release", "extends", "writes", "words", "near", "judged_by")
+_PARTS = {"usual": Usual, "can": Abilities}
 
 
 def _without(choices: Mapping[str, tuple[Any, ...]], stated: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:

@@ -424,7 +424,7 @@ def _export(run: Run) -> Iterator[Problem]:
 
 
 RULES: tuple[Rule[Run], ...] = (
-    Rule(("batch.sequences_per_batch", "batch.ramp", "layout.dp", "layout.micro_batch_size", "islands.count"), _global_batch),
+    Rule(("batch.sequences_per_batch", "batch.ramp", "layout.dp", "layout.micro_batch_size", "islands"), _global_batch),
     Rule(("islands", "model", "layout", "faults.on_anomaly"), _islands),
     Rule(("batch.ramp",), _ramp),
     Rule(("steps", "batch"), _total),
@@ -436,7 +436,7 @@ RULES: tuple[Rule[Run], ...] = (
     Rule(("checkpoint.every_steps", "checkpoint.keep_every_steps"), _checkpoints),
     Rule(("layout.recompute", "layout.recompute_every"), _recompute_every),
     Rule(("layout.attention", "layout.cp", "layout.precision", "device", "data.document_mask", "model"), _attention),
-    Rule(("evaluation.every_steps", "data.validation"), _evaluation),
+    Rule(("evaluation.every_steps", "data"), _evaluation),
     Rule(("evaluation.sequences", "layout.dp", "layout.micro_batch_size"), _held_out),
     Rule(("data.sources", "data.validation"), _corpora),
     Rule(("log.gradient_noise_scale", "batch.sequences_per_batch", "batch.ramp", "layout"), _noise_scale),

@@ -72,10 +72,11 @@ def _narrow(layout: Layout) -> Iterator[Problem]:
 
 LAYOUT_RULES: tuple[Rule[Layout], ...] = (
     Rule(("layout.recompute", "layout.recompute_blocks", "layout.offload_activations"), _offloaded_results),
-    Rule(("layout.mlp_chunks", "layout.tp", "layout.schedule", "layout.recompute", "layout.precision"), _uncut_pieces),
+    Rule(("layout.mlp_chunks", "layout.tp", "layout.schedule", "layout.recompute", "layout.recompute_blocks",
+          "layout.precision"), _uncut_pieces),
     Rule(("layout.partition_checkpoints", "layout.offload_activations"), _offloaded_partitions),
     Rule(("layout.precision", "layout.tp_overlap", "layout.tp"), _narrow),
-)
+)  # fmt: skip
 """Rules for layouts that are to be trained."""
 
 

@@ -99,9 +99,7 @@ def find_files(
             files.append(file)
     files = list(_without_sides(files))
     if not files:
-        raise DataCommandError(
-            "INPUT", "names no file", "Give files of text, JSONL, Parquet, Arrow, WebDataset or MDS, or folders of them."
-        )
+        raise DataCommandError("INPUT", "names no file", "Give files, or folders of them; docs/data.md lists the formats.")
     return files
 
 

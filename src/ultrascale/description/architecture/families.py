@@ -42,6 +42,7 @@ def _without(*free: str) -> dict[str, Any]:
 
 
 _LATENT = _without("kv_lora_rank", "num_nextn_predict_layers")
+_OLMO: dict[str, Any] = {"norm_placement": "post", "qk_norm": True, "qk_norm_whole": True, "mlp_bias": False}
 _QWEN = {"vocab_size": 151936, "intermediate_size": 22016, "max_position_embeddings": 32768, "num_key_value_heads": 32}
 _QWEN_WINDOW = {"sliding_window": 4096, "max_window_layers": 28}
 _DEEPSEEK = {
@@ -104,10 +105,16 @@ FAMILIES: dict[str, Family] = {
     ),
     "olmo2": Family(
         "Olmo2ForCausalLM",
-        _ROTARY | _DENSE | _ALL_SEEN | {
-            "norm_placement": "post", "qk_norm": True, "qk_norm_whole": True, "mlp_bias": False,
-        },
+        _ROTARY | _DENSE | _ALL_SEEN | _OLMO,
         {"vocab_size": 50304, "rms_norm_eps": 1e-5},
+    ),
+    "olmo3": Family(
+        "Olmo3ForCausalLM",
+        _ROTARY | _without("full_attention_interval") | _OLMO | {
+            "num_experts": 0, "max_window_layers": 0, "no_rope_layer_interval": None,
+            "rope_theta": 5e5, "rope_local_base_freq": 5e5,  # transformers 5 takes no other from a file for both kinds of layer
+        },
+        {"vocab_size": 50304, "rms_norm_eps": 1e-5, "rope_theta": 5e5, "sliding_window": 4096, "sliding_window_pattern": 4},
     ),
     "gemma3_text": Family(
         "Gemma3ForCausalLM",
@@ -221,7 +228,8 @@ KNOWN = tuple(kind for kind, family in FAMILIES.items() if family.architecture)
 """Model types in transformers."""
 TRAINED = tuple(kind for kind, family in FAMILIES.items() if family.trained)
 WITH_EXPERTS = tuple(kind for kind in KNOWN if FAMILIES[kind].fixed.get("num_experts") != 0)
-WITH_LOCAL_ROPE = tuple(kind for kind in KNOWN if "rope_local_base_freq" not in FAMILIES[kind].fixed)
+WITH_LOCAL_ROPE = tuple(kind for kind in KNOWN if "full_attention_interval" not in FAMILIES[kind].fixed)
+"""Model types whose layers have full attention or a window, each kind with RoPE of its own."""
 WITH_LATENT_ATTENTION = tuple(kind for kind in KNOWN if "kv_lora_rank" not in FAMILIES[kind].fixed)
 IN_DEEPSEEKS_WORDS = tuple(kind for kind in KNOWN if "n_routed_experts" in FAMILIES[kind].defaults)
 """Model types whose `config.json` has DeepSeek's keys for experts, such as `n_routed_experts`."""

@@ -152,15 +152,18 @@ def _read_llama_like(reader: Reader, kind: str) -> dict[str, Any]:
         scalar = take("query_pre_attn_scalar", int)
         fields["query_pre_attn_scalar"] = None if scalar == fields["head_dim"] else scalar
     if kind in WITH_LOCAL_ROPE:
-        fields["rope_local_base_freq"] = _read_local_base(reader)
+        fields["rope_local_base_freq"] = _read_local_base(reader, fixed.get("rope_local_base_freq"))
     rope = _read_rope(reader, kind, positions)
     fields |= {"rope_theta": rope.theta, "rope_scaling": rope.scaling, "partial_rotary_factor": rope.partial_factor}
     fields |= _read_window(reader, kind, layers)
     return fields | read_experts(reader, kind, fields) if kind in WITH_EXPERTS else fields
 
 
-def _read_local_base(reader: Reader) -> float:
-    """RoPE base of layers with a sliding window; of transformers 5's two tables, the other one is left in the config."""
+def _read_local_base(reader: Reader, fixed: float | None) -> float:
+    """RoPE base of layers with a sliding window; of transformers 5's two tables, the other one is left in the config.
+
+    `fixed`: the only base that files with a single one may have (OLMo 3), since transformers 4 and 5 read another differently.
+    """
     tables = reader.config.get("rope_parameters")
     if isinstance(tables, dict) and isinstance(local := tables.get("sliding_attention"), dict):
         if {*local} - {"rope_theta", "rope_type"} or local.get("rope_type", "default") != "default":
@@ -168,6 +171,9 @@ def _read_local_base(reader: Reader) -> float:
             reader.problem("rope_parameters.sliding_attention", rule, remedy)
         moved = {"rope_local_base_freq": local.get("rope_theta"), "rope_parameters": tables.get("full_attention")}
         reader.config = reader.config | {key: value for key, value in moved.items() if value is not None}
+    elif fixed is not None:
+        reader.must_be("rope_theta", (fixed,), "transformers 5 does not read it for layers with a sliding window")
+        return fixed
     return reader.take("rope_local_base_freq", float)
 
 
@@ -222,7 +228,7 @@ def _read_alternating_window(reader: Reader, types: list[Any] | None, layers: in
 
 
 def _read_full_interval(reader: Reader, types: list[Any] | None, layers: int) -> dict[str, Any]:
-    """Gemma 3: every n-th layer has full attention, the others a window."""
+    """Gemma 3, OLMo 3: every n-th layer has full attention, the others a window."""
     interval: int | None = reader.take_first(("_sliding_window_pattern", "sliding_window_pattern"), int)
     if types is not None:
         interval = types.index("full_attention") + 1 if "full_attention" in types else None
@@ -280,8 +286,9 @@ def _llama_like_config(model: Model) -> dict[str, Any]:
         config["query_pre_attn_scalar"] = model.query_pre_attn_scalar or model.head_dim
     if kind in WITH_LOCAL_ROPE:
         interval = model.full_attention_interval
-        config |= {"rope_local_base_freq": model.rope_local_base_freq, "sliding_window": model.sliding_window}
-        config |= {"sliding_window_pattern": interval or layers + 1, "layer_types": _layer_types(layers, interval)}
+        config |= {"sliding_window": model.sliding_window, "layer_types": _layer_types(layers, interval)}
+        if "rope_local_base_freq" not in fixed:
+            config |= {"rope_local_base_freq": model.rope_local_base_freq, "sliding_window_pattern": interval or layers + 1}
     if "partial_rotary_factor" not in fixed:
         config["partial_rotary_factor"] = model.partial_rotary_factor
     if "qkv_bias" not in fixed:

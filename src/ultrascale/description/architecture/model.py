@@ -40,7 +40,7 @@ _LIMITS = (
 RANGES = {key: limits for keys, limits in _LIMITS for key in keys}
 """Lowest and highest value of whole numbers. The upper bounds are far above any model: they catch typing errors."""
 ModelType = Literal[
-    "gpt2", "llama", "mistral", "qwen2", "qwen3", "smollm3", "olmo2", "gemma3_text", "mixtral", "qwen3_moe", "olmoe",
+    "gpt2", "llama", "mistral", "qwen2", "qwen3", "smollm3", "olmo2", "olmo3", "gemma3_text", "mixtral", "qwen3_moe", "olmoe",
     "deepseek_v2", "deepseek_v3", "glm4_moe", "gpt_oss", "nemotron", "grok", "other",
 ]  # fmt: skip
 NormPlacement = Literal["pre", "post", "both"]
@@ -93,7 +93,7 @@ class Model:
     """Normalization of each half of a block (attention, feed-forward layer)."""
     norm_placement: NormPlacement = "pre"
     """Position of the norms of a block. "pre": on the input of each half; "post": on its output, before the residual add (OLMo
-    2); "both": on both (Gemma 3)."""
+    2, 3); "both": on both (Gemma 3)."""
     zero_centered_norm: bool = False
     """RMSNorms multiply by 1 + weight, with weights initialized to zero (Gemma)."""
     scale_embedding: bool = False

@@ -29,7 +29,7 @@ from math import prod
 from operator import mul
 from typing import Any, NamedTuple, cast
 
-from ultrascale.catalogue.stacks.stack import SCALED_TOGETHER, UPDATED_TOGETHER, WIDENED_BYTES, Stack
+from ultrascale.catalogue.stacks.stack import OPTIMIZERS, SCALED_TOGETHER, UPDATED_TOGETHER, WIDENED_BYTES, Stack
 from ultrascale.catalogue.stacks.stack_files import STACKS
 from ultrascale.description.architecture.model import Model
 from ultrascale.description.architecture.weights import Weight, is_hidden_matrix
@@ -508,10 +508,11 @@ def stays_whole(stack: Stack, layout: Layout) -> bool:
 
 def moment_bytes(weight: Weight, elements: int, optimizer: str, master_itemsize: int) -> int:
     """Bytes of our trainer's optimizer state for `elements` (whole rows) of a weight."""
-    if optimizer == "muon" and is_hidden_matrix(weight):
-        return elements * master_itemsize
-    if len(weight.shape) == 1 or optimizer in ("adamw", "muon"):
-        return 2 * elements * master_itemsize
+    is_narrow = optimizer in WIDENED_BYTES
+    if (is_narrow and len(weight.shape) == 1) or (optimizer == "muon" and not is_hidden_matrix(weight)):
+        optimizer, is_narrow = "adamw", False
+    if not is_narrow:  # as wide as the master weights
+        return round(elements * OPTIMIZERS[optimizer] / 4) * master_itemsize
     if optimizer == "adamw-bf16":
         return 2 * elements * 2
     blocks = elements // weight.shape[-1] * -(-(weight.first_column % SCALED_TOGETHER + weight.shape[-1]) // SCALED_TOGETHER)

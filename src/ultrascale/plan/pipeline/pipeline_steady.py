@@ -64,15 +64,15 @@ class Rounds:
 def long_step_seconds(
     name: str, pp: int, num_micro_batches: int, seconds: StageSeconds, *, virtual_stages: int | None = None
 ) -> Floats:
-    """`plan.pipeline.play.step_seconds` of a named schedule, [cases], simulating no round twice; files are simulated in
-    full."""
+    """`plan.pipeline.play.step_seconds` of a schedule, [cases], simulating no round twice. In full: files, and orders whose
+    rounds are no such rounds (`rounds_of`)."""
     known = None if is_file(name) else SCHEDULES[name]
     if known and known.forward_first:
         return _forward_first(seconds, pp, num_micro_batches, known.stages_a_rank(virtual_stages or DEFAULT_VIRTUAL_STAGES))
     few, size = few_micro_batches(name, pp, num_micro_batches) if known else (num_micro_batches, 1)
-    if few >= num_micro_batches:
+    rounds = rounds_of(name, pp, few, virtual_stages) if few < num_micro_batches else None
+    if rounds is None:
         return step_seconds(program_of(name, pp, num_micro_batches, virtual_stages), seconds)
-    rounds = rounds_of(name, pp, few, virtual_stages)
     return _with_more_rounds(rounds, (num_micro_batches - few) // size, seconds)
 
 
@@ -87,8 +87,9 @@ def few_micro_batches(name: str, pp: int, num_micro_batches: int) -> tuple[int, 
 
 
 @lru_cache(maxsize=128)
-def rounds_of(name: str, pp: int, num_micro_batches: int, virtual_stages: int | None) -> Rounds:
-    """Repeating rounds of a schedule: their start and length, and the earlier actions that each reads."""
+def rounds_of(name: str, pp: int, num_micro_batches: int, virtual_stages: int | None) -> Rounds | None:
+    """Repeating rounds of a schedule: their start and length, and the earlier actions that each reads. None if no round is like
+    the next, a round ends within a wave, or it reads what is older than the round before (twice 1F1B's warm-up)."""
     program = program_of(name, pp, num_micro_batches, virtual_stages)
     known = SCHEDULES[name]
     waves = 2 * program.num_stages if known.in_rounds else known.round_actions
@@ -104,13 +105,12 @@ def rounds_of(name: str, pp: int, num_micro_batches: int, virtual_stages: int | 
     begins = int(starts[first])
     inside = (ends - begins) // actions
     boundaries = begins + actions * np.arange(inside + 1)
-    assert inside > 0, f"no round of {name} is like the next"
-    assert np.array_equal(starts[first : first + waves * inside + 1 : waves], boundaries), "a round ends within a wave"
+    if inside < 1 or not np.array_equal(starts[first : first + waves * inside + 1 : waves], boundaries):
+        return None
     assert all(nodes[-1] >= boundaries[-1] for nodes in program.node_of), "a rank has nothing to drain"
     read = [needs[boundary:][needs[boundary:] < boundary] - boundary for boundary in boundaries]
     carried = distinct(np.concatenate(read) + begins) - begins
-    assert carried[0] >= -min(actions, begins), "what is read was made longer than a round ago"
-    return Rounds(program, first, waves, inside, carried)
+    return Rounds(program, first, waves, inside, carried) if carried[0] >= -min(actions, begins) else None
 
 
 def _with_more_rounds(rounds: Rounds, more: int, seconds: StageSeconds) -> Floats:

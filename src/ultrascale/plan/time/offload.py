@@ -14,17 +14,19 @@ from ultrascale.plan.workload import Workload
 HOST_LINK_BYTES_PER_SECOND = {"a100": 25e9, "a800": 25e9, "v100": 12e9, "gh200": 400e9, "gb200": 200e9, "gb300": 200e9}
 """Bytes per second from one device to its host, with its neighbours busy too: PCIe 4 (V100: 3) x16, 32 GB/s nominal;
 NVLink-C2C, 450 GB/s, shared by two in a GB200."""
+OLDER_HOST_LINK = 25e9
+"""Bytes per second of all other devices of machines whose devices are joined by PCIe 4."""
 NEWER_HOST_LINK = 50e9
-"""Bytes per second of all other devices: PCIe 5 x16, 64 GB/s nominal."""
+"""Bytes per second of those that are left: PCIe 5 x16, 64 GB/s nominal."""
 HOST_MEMORY_BYTES_PER_SECOND = 25e9
 """Bytes per second of a device's share of its host's memory: two sockets of eight DDR channels for eight devices."""
 
 
 def host_link(workload: Workload) -> float:
     """Bytes per second from a device to its host, and in the other direction at the same time."""
-    name = workload.accelerator.kind
+    name, inside = workload.accelerator.kind, workload.cluster.node.intra_link
     rates = (rate for start, rate in HOST_LINK_BYTES_PER_SECOND.items() if name.startswith(start))
-    return next(rates, NEWER_HOST_LINK)
+    return next(rates, OLDER_HOST_LINK if inside is not None and inside.name.startswith("PCIe 4") else NEWER_HOST_LINK)
 
 
 def offloaded_update(workload: Workload, parameters: Floats, blocks: Floats) -> Floats:
