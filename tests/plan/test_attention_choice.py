@@ -94,6 +94,17 @@ def test_a_core_that_is_named_is_priced_as_it_is():
     assert step["sdpa"] == step["varlen"] == step["cudnn"], "torch takes cuDNN's on Hopper where nothing is masked"
 
 
+@pytest.mark.parametrize(("gpus", "is_faster"), [("8xh100", True), ("8xb200", True), ("8xa100", False)])
+def test_torchtitan_of_2026_asks_for_cudnn_first(gpus: str, is_faster: bool):
+    """Its models/common/attention.py; on B200 that had raised 10,902 tokens/s to 12,211 (pull request 1196, 2025)."""
+    workload = Workload(preset("llama-3-8b"), parse_cluster(gpus), 8192, 8)
+    layout = Layout(dp=8, zero_stage=3, precision="bf16", recompute="selective")
+    old, new = (
+        predict(replace(workload, stack=STACKS[name]), layout).step_seconds for name in ("torchtitan", "torchtitan-2026")
+    )
+    assert (new < 0.95 * old) == is_faster
+
+
 def test_deterministic_runs_do_without_cudnn():
     stack = with_attention(STACKS["ultrascale"], "auto", deterministic=True)
     assert stack.attention_kernel == "flash-2"

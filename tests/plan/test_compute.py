@@ -232,6 +232,30 @@ def test_what_alignment_costs_is_what_was_measured(name: str, shapes: tuple[tupl
     assert odd / aligned == pytest.approx(measured, rel=0.12)
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "batch", "length", "forward", "backward"),
+    [(128, 8, 2048, 352, None), (128, 8, 8192, 362, None), (64, 8, 2048, 381, 302), (64, 2, 8192, 343, 329)],
+)
+def test_flash_attention_2_is_no_faster_on_blackwell_than_on_hopper(
+    head_dim: int, batch: int, length: int, forward: float, backward: float | None
+):
+    """TFLOP/s on B200 without a mask (tritonbench's pull request 171; flash-attention's issue 1589)."""
+    heads = 16 if head_dim == 128 else 32
+    for is_backward, measured in ((False, forward), (True, backward)):
+        seconds = attention_seconds(
+            ACCELERATORS["b200"], batch=batch, heads=heads, key_value_heads=heads, head_dim=head_dim, queries=length,
+            keys=length, backward=is_backward, kernel="flash-2",
+        )  # fmt: skip
+        work = 4 * batch * heads * head_dim * length**2 * (2.5 if is_backward else 1)
+        assert measured is None or work / seconds / 1e12 == pytest.approx(measured, rel=0.2)
+
+
+@pytest.mark.parametrize(("name", "measured"), [("rtx-3090", 76.5), ("rtx-4090", 160), ("rtx-5090", 235), ("a100-80", 264.5)])
+def test_geforce_cards_nearly_reach_their_peak_whose_sums_in_fp32_draw_little_power(name: str, measured: float):
+    """bf16 TFLOP/s at 8192 of one program on all of them (torch-performance-test-data on GitHub, 2025)."""
+    assert tflops(ACCELERATORS[name], 8192, 8192, 8192) == pytest.approx(measured, rel=0.15)
+
+
 def test_tokens_are_no_row_s_length_and_fp8_wants_sixteen():
     assert matmul_seconds(H100, 4095, 4096, 4096) <= matmul_seconds(H100, 4096, 4096, 4096)
     slower = [matmul_seconds(H100, 8192, 8200, 8192, dtype=d) / matmul_seconds(H100, 8192, 8192, 8192, dtype=d) for d in DTYPES]

@@ -246,3 +246,18 @@ def test_experts_fewer_than_ranks_are_held_in_equal_shares(zero, ep: int, most: 
     exact = plan_memory(model, layout, sequence_length=4096, sequences_per_batch=128)
     assert 0.99 < ours / exact.peak.total < most
     assert exact.between_steps.total == pytest.approx(12 * num_parameters(model) / 64, rel=0.001)
+
+
+@pytest.mark.parametrize(("zero", "dp"), [(0, 8), (1, 8), (2, 8), (3, 2)])
+def test_deepspeed_casts_the_gradients_that_a_rank_updates_to_fp32(zero, dp: int) -> None:
+    """stage_1_and_2.py casts those of a whole shard at once, stage3.py those of a sub-group of at most a billion."""
+    layout = Layout(dp=dp, zero_stage=zero, recompute="full", precision="bf16")
+    with_copies = footprint(LLAMA, layout, stack="deepspeed", length=256, micro_batches=1)  # an update needs most
+    updated = num_parameters(LLAMA) / (dp if zero else 1)
+    assert with_copies.categories["buffers"] == pytest.approx(4 * min(updated, 1e9 if zero == 3 else updated), rel=0.01)
+
+
+@pytest.mark.parametrize(("zero", "expected"), [(0, 6), (1, 6), (2, 4 / 8)])
+def test_bloom_s_optimizer_holds_sums_in_fp32_beside_gradients_in_bf16(zero, expected: float) -> None:
+    one = footprint(LLAMA, Layout(dp=8, zero_stage=zero, recompute="full", precision="bf16"), stack="megatron-deepspeed")
+    assert one.categories["gradients"] == pytest.approx(expected * num_parameters(LLAMA), rel=0.01)

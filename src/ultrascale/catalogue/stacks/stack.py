@@ -134,7 +134,8 @@ class Stack:
     gradient_bytes: int = 4
     """Bytes per element of the gradient in which micro-batches are accumulated."""
     autograd_gradient_bytes: int = 0
-    """Bytes per element of a second gradient that autograd keeps for the whole model beside it; 0: none."""
+    """Bytes per element of a second gradient that autograd keeps for the whole model beside it, unless ZeRO shards gradients;
+    0: none."""
     master_bytes: int = 4
     moment_bytes: float = 8
     optimizer: str = "adamw"
@@ -149,6 +150,8 @@ class Stack:
     """Bytes per element of gradients on the network."""
     optimizer_temporary_bytes: int = 0
     """Bytes of temporaries per updated parameter in the optimizer: 4 for a multi-tensor Adam that is not one kernel."""
+    updated_together: int = 0
+    """Most parameters that have such temporaries at once with ZeRO 3; 0: all that the rank updates."""
     fuses_gradient_accumulation: bool = False
     """GEMMs accumulate into the summed gradient directly: no gradient of a single micro-batch exists but, briefly, those of
     embedding and head. Read only if gathers = "whole"."""

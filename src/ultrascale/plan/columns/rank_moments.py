@@ -86,7 +86,10 @@ def _whole_moments(workload: Workload, state: RankState, parts: RankActivations)
 
 def _optimizer_room(workload: Workload, state: RankState) -> Floats:
     """Bytes of temporary copies that a multi-tensor optimizer makes."""
-    return workload.stack.optimizer_temporary_bytes * (state.blocks + state.root) / state.shard
+    stack, updated = workload.stack, (state.blocks + state.root) / state.shard
+    if stack.updated_together:
+        updated = np.where(state.keeps, updated, np.minimum(updated, stack.updated_together))
+    return stack.optimizer_temporary_bytes * updated
 
 
 class _Fsdp(NamedTuple):

@@ -109,7 +109,8 @@ def rank_state(workload: Workload, table: LayoutTable, stages: Stages, micro_bat
     whole_sums = whole_sums + sharded_itemsize * lone
     partial = np.where(table.dp * table.cp > 1, reduced, sharded_itemsize) if stack.keeps_reduced else sharded_itemsize
     accumulated = np.where(micro_batches > 1, np.where(grows, whole_sums, partial * sharded), 0.0)
-    autograd = np.where(wide, 0.0, stack.autograd_gradient_bytes) * total
+    one_only = wide | (table.zero_stage >= stack.shards_gradients_from)
+    autograd = np.where(one_only, 0.0, stack.autograd_gradient_bytes) * total
     weights = np.where(
         gathers,
         np.where(in_buckets | wide, kept_itemsize, stack.weight_bytes) * sharded,

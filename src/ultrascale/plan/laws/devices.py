@@ -141,7 +141,7 @@ def attention_curve(accelerator: Accelerator, dtype: str, kernel: str, direction
     peak = _peak(accelerator, "bf16" if fp8 else dtype)
     if family == "blackwell" and kernel == "flash-2":
         # Written for Ampere's tensor-core instructions, which newer devices only keep for compatibility: no faster than on
-        # Hopper.
+        # Hopper (B200: tritonbench's pull request 171 and flash-attention's issue 1589, 2025).
         law = ATTENTION["hopper", kernel, direction]
         law = replace(law, efficiency=tuple(share * min(1.0, HOPPER_PEAK / peak) for share in law.efficiency))
     else:

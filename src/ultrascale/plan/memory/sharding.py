@@ -264,7 +264,10 @@ class Shards:
     def update_bytes(self, optimizer: str, device: str) -> int:
         """Peak of temporary bytes in an update; Muon's are in `plan.memory.muon_update`."""
         if self.stack.name != "ultrascale":
-            return self.stack.optimizer_temporary_bytes * sum(map(self.shard_elements, self.buckets))
+            updated = sum(map(self.shard_elements, self.buckets))
+            if self.layout.zero_stage == 3 and self.stack.updated_together:
+                updated = min(updated, self.stack.updated_together)
+            return self.stack.optimizer_temporary_bytes * updated
         if optimizer not in WIDENED_BYTES:
             return 0
         matrices = [(bucket, weight) for bucket in self.buckets for weight in bucket.weights if len(weight.shape) > 1]
@@ -483,7 +486,7 @@ class WholeState(Shards):
         for bucket in self.buckets:
             whole, local = sum(weight.numel for weight in bucket.weights), self.shard_elements(bucket)
             self.ledger.take("parameters", bucket.label, whole * (compute if self.is_wide else stack.weight_bytes))
-            beside = 0 if self.is_wide else stack.autograd_gradient_bytes * whole
+            beside = 0 if self.is_wide or shards_gradients else stack.autograd_gradient_bytes * whole
             self.ledger.take("gradients", bucket.label, self.sum_itemsize * (local if shards_gradients else whole) + beside)
 
     def local_elements(self, bucket: Bucket, weight: Weight) -> int:

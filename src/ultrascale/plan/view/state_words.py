@@ -65,7 +65,7 @@ def _whole_gradients(model: Model, layout: Layout, stack: Stack) -> str:
     if DTYPE_BYTES[layout.precision] >= DTYPE_BYTES[layout.master_dtype]:
         dtypes = _compute(layout)
     else:
-        second = stack.autograd_gradient_bytes
+        second = stack.autograd_gradient_bytes if layout.zero_stage < stack.shards_gradients_from else 0
         dtypes = _dtype(stack.gradient_bytes, layout) + (f", and {_dtype(second, layout)} of autograd" if second else "")
     cut = layout.zero_stage >= stack.shards_gradients_from
     return _joined(dtypes, _shards(model, layout) if cut else _copies(model, layout))

@@ -76,7 +76,7 @@ def program_of_row(config: RunConfig, tuning: Tuning = TUNING) -> Program:
     if not config.experts:
         choices.pop("dispatcher", None)
     stacks = tuple(with_settings(stack, dict(zip(choices, values, strict=True))) for values in product(*choices.values()))
-    return Program(stacks, file.usual, tuple(choices), tuple(assumed))
+    return Program(stacks, file.usual, tuple(key for key, values in choices.items() if len(values) > 1), tuple(assumed))
 
 
 def _name(config: RunConfig, tuning: Tuning, assumed: list[str]) -> str:
