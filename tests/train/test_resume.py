@@ -122,7 +122,7 @@ def test_a_run_killed_between_checkpoints_does_its_steps_again_and_each_stands_o
 
 @pytest.mark.parametrize("saved", ["at a stop", "on the way", "never"])
 def test_a_run_whose_checkpoints_are_gone_says_that_it_starts_over_and_keeps_its_metrics(home, saved, capsys):
-    """A purged scratch disk, a link to a disk that is not mounted, a copy without checkpoints. It once started over unnoticed."""
+    """A purged scratch disk, a link to a disk that is not mounted, a copy without checkpoints."""
     run = small_run(home)
     before = replace(run, checkpoint=replace(run.checkpoint, every_steps=2 if saved == "on the way" else None))
 

@@ -92,7 +92,8 @@ class Claim:
         self.folder.close()
 
     def _locked(self) -> int:
-        file = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666, dir_fd=self.folder.fd)
+        with _naming(self.folder.path / self._lock):
+            file = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666, dir_fd=self.folder.fd)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -218,9 +219,10 @@ class RunFolder:
         if self.claim is None:
             self.path.mkdir(parents=True, exist_ok=True)
         partial, final = self._at(f".{name}.tmp"), self._at(name)
-        with self._open(f".{name}.tmp", "w") as file:
-            file.write(text)
-        os.replace(partial, final, src_dir_fd=self._fd, dst_dir_fd=self._fd)
+        with _naming(self.path / name):
+            with self._open(f".{name}.tmp", "w") as file:
+                file.write(text)
+            os.replace(partial, final, src_dir_fd=self._fd, dst_dir_fd=self._fd)
 
     def write_json(self, name: str, value: Any) -> None:
         """Replace a JSON file of the folder atomically."""
@@ -235,7 +237,7 @@ class RunFolder:
 
     def append(self, name: str, line: str) -> None:
         """Append a line to a file of the folder, on a new line even if a crash truncated the last one."""
-        with self._open(name, "a+b") as file:
+        with _naming(self.path / name), self._open(name, "a+b") as file:
             file.write(b"\n" * _is_torn(file.fileno()) + f"{line}\n".encode())
 
     def remove(self, name: str) -> None:
@@ -319,6 +321,16 @@ def environment() -> dict[str, Any]:
     if torch.cuda.is_available():
         facts |= {"device": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
     return facts
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Context in which an OSError names `path`: one of a file opened in a folder has no more than the file's name, and one of
+    a full disk not even that."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def _is_torn(file: int) -> bool:
