@@ -164,8 +164,8 @@ def _changed_versions(before: Any, now: dict[str, Any]) -> list[str]:
 
 
 def _repeated_steps(folder: RunFolder, steps_done: int, last: int) -> list[str]:
-    """What was logged and is trained again, up to step `last`; nothing if that is 0. A run whose checkpoints are gone must not
-    start over unnoticed."""
+    """Lines about steps that were logged and are trained again, up to step `last`; none if that is 0. A run whose checkpoints
+    are gone must not start over unnoticed."""
     if last == 0:
         return []
     if steps_done:
