@@ -35,6 +35,15 @@ def test_a_run_s_name_that_leads_elsewhere_is_refused(name):
     assert [problem.key for problem in caught.value.problems] == ["name"]
 
 
+@pytest.mark.parametrize("folder", ["~/runs", "~", "$SCRATCH/runs", "${SCRATCH}"])
+def test_a_folder_that_a_shell_would_expand_is_refused(folder):
+    """It once became a folder of that very name, in the current one: removed by `rm -rf ~`."""
+    settings = {"model.preset": "tiny-llama", "batch.sequence_length": 8}
+    with pytest.raises(SpecError, match="which a shell would expand"):
+        resolve(None, settings | {"folder": folder})
+    assert resolve(None, settings | {"folder": f"./{folder}"}).run.folder
+
+
 @pytest.mark.parametrize("name", GOOD_NAMES)
 def test_a_plain_name_is_a_folder_below_the_folder_of_runs(name, tmp_path):
     run = resolve(None, {"model.preset": "tiny-llama", "batch.sequence_length": 8, "name": name, "folder": str(tmp_path)}).run

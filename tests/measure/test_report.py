@@ -53,6 +53,19 @@ def test_a_report_is_read_in_lines(tmp_path: Path, capsys) -> None:
     assert "512 tokens, noise scale 1.22k: 2.39 batches, a larger batch would save steps" in out
 
 
+def test_a_folder_that_cannot_be_written_is_summed_up_without_pictures(tmp_path: Path, capsys) -> None:
+    """Somebody else's run, a read-only mount, a full disk."""
+    write_run(tmp_path)
+    (tmp_path / "plots").write_text("no folder can be made here")
+    page = tmp_path / "page.html"
+    assert main(["report", str(tmp_path), "--html", str(page)]) == 0
+    told = capsys.readouterr()
+    assert "loss      8.0000 at first, 4.0000 at last" in told.out and "picture" not in told.out and page.is_file()
+    assert f"note: no pictures are drawn, {tmp_path / 'plots'}: " in told.err
+    assert main(["report", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["pictures"] == []
+
+
 @pytest.mark.parametrize("starts, rate, since", [([0, 3], 250, 3), ([0, 4, 2], 200, 0), ([0, 3, 5], 250, 3)])
 def test_the_speed_is_of_the_last_start_as_one_before_it_may_have_had_another_layout(
     tmp_path: Path, capsys, starts: list[int], rate: int, since: int

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from train.small_runs import make_corpus, small_run, stop_at, train_ranks
@@ -97,6 +98,28 @@ def test_a_report_draws_the_loss_as_the_pictures_do(tmp_path):
 
 def test_smoothing_keeps_the_mean_of_a_line():
     assert smoothed([1.0, 2.0, 3.0, 4.0, 5.0]) == pytest.approx([1.5, 2.0, 3.0, 4.0, 4.5])
+
+
+def test_smoothing_leaves_out_values_that_are_not_finite():
+    nan, inf = float("nan"), float("inf")
+    assert smoothed([1.0, inf, 3.0, nan, inf, nan]) == pytest.approx([1.0, 2.0, 3.0, 3.0, nan, nan], nan_ok=True)
+
+
+class Counted(list[float]):
+    """Values that count how many of them were copied by slices."""
+
+    copied = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        taken = super().__getitem__(index)
+        self.copied += len(taken) if isinstance(index, slice) else 1
+        return taken
+
+
+def test_smoothing_a_million_values_does_not_read_each_of_them_thousands_of_times():
+    """A report of a run of half a million steps took minutes."""
+    values = Counted([float(step % 7) for step in range(20_000)])
+    assert len(smoothed(values)) == 20_000 and values.copied <= 2 * 20_000
 
 
 def test_the_curve_in_letters_falls_and_names_the_step_of_the_kill():

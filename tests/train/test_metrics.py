@@ -172,6 +172,22 @@ def test_a_row_torn_by_a_crash_and_rows_to_be_done_again_are_dropped(home):
     assert folder.metrics.read_text() == "".join(whole.splitlines(keepends=True)[:2])
 
 
+@pytest.mark.parametrize("write", ["write_text", "append"])
+def test_a_file_of_the_folder_that_cannot_be_written_is_named_with_the_folder(home, write):
+    """Files are opened by their name in a folder held open; a person needs to know in which."""
+    place = RunFolder(home / "full")
+    place.path.mkdir()
+    (place.path / "run.toml").mkdir()
+    with place.owned() as folder, pytest.raises(OSError) as caught:
+        getattr(folder, write)("run.toml", "text")
+    assert caught.value.filename == str(home / "full" / "run.toml")
+    (place.path / ".lock").unlink()
+    (place.path / ".lock").mkdir()
+    with pytest.raises(IsADirectoryError) as caught, place.owned():
+        pass
+    assert caught.value.filename == str(home / "full" / ".lock")
+
+
 def test_a_row_has_its_schema_and_the_number_that_the_log_and_the_checkpoint_have(home):
     train_here(small_run(home, checkpoint=Checkpoint(every_steps=5, export=False)))
     last, folder = read_rows(small_run(home))[-1], home / "small"

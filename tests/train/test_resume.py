@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -115,6 +117,45 @@ def test_a_run_killed_between_checkpoints_does_its_steps_again_and_each_stands_o
         file.write('{"step": 7, "train/lo')  # torn by the kill
     train_here(run)
     assert curve(run) == curve(whole)
+    assert "steps 5 to 7 were done before, and are done again" in (home / "killed" / "log.txt").read_text().splitlines()
+
+
+@pytest.mark.parametrize("saved", ["at a stop", "on the way", "never"])
+def test_a_run_whose_checkpoints_are_gone_says_that_it_starts_over_and_keeps_its_metrics(home, saved, capsys):
+    """A purged scratch disk, a link to a disk that is not mounted, a copy without checkpoints."""
+    run = small_run(home)
+    before = replace(run, checkpoint=replace(run.checkpoint, every_steps=2 if saved == "on the way" else None))
+
+    def leave(trainer):
+        if trainer.steps_done == 4:
+            raise KeyError("as if killed")
+
+    with pytest.raises(KeyError) if saved != "at a stop" else nullcontext():
+        train_here(before, before_step=stop_at(4) if saved == "at a stop" else leave)
+    folder = home / "small"
+    known = (folder / "metrics.jsonl").read_text()
+    shutil.rmtree(folder / "checkpoints")
+    capsys.readouterr()
+    train_here(run)
+    told = f"steps 1 to 4 were done before, and are done again: no checkpoint is in {folder / 'checkpoints'}"
+    line = next(line for line in capsys.readouterr().out.splitlines() if told in line)
+    kept = folder / "metrics-until-4.jsonl"
+    assert line.startswith("WARNING: ") == kept.exists() == (saved != "never")
+    assert saved == "never" or (kept.read_text() == known and kept.name in line)
+    train_here(run)
+    assert (folder / "log.txt").read_text().count(told) == 1
+
+
+def test_versions_that_changed_since_the_last_start_are_said(home):
+    run = small_run(home)
+    train_here(run, before_step=stop_at(4))
+    kept = home / "small" / "environment.json"
+    now = json.loads(kept.read_text())
+    kept.write_text(json.dumps(now | {"torch": "2.0.1", "platform": "another node"}))
+    train_here(run, before_step=stop_at(6))
+    train_here(run)
+    told = (home / "small" / "log.txt").read_text().splitlines()
+    assert [line for line in told if "(was " in line] == [f"torch: {now['torch']} (was 2.0.1)"]
 
 
 @pytest.mark.catalogue(13, 46)

@@ -45,6 +45,8 @@ class Report:
     folder: Path
     summary: Summary
     pictures: tuple[Path, ...]
+    not_drawn: str = ""
+    """Reason why there are no pictures: FOLDER/plots cannot be written, as of somebody else's run."""
 
     def to_dict(self) -> dict[str, Any]:
         """The output of `ultrascale report --json`."""
@@ -93,7 +95,7 @@ class Report:
 def report(folder: str | PathLike[str], **settings: Any) -> Report:
     """Summarize a run's folder, and draw its plots into FOLDER/plots: `report("out/first")`.
 
-    Needs matplotlib. Raises SpecError if the folder is not a run's.
+    Needs matplotlib. Raises SpecError if the folder is not a run's. Where it cannot be written, the report has no pictures.
     """
     request = read_keywords(ReportOptions, "report", {"folder": folder, **settings}, positional=("folder",), run_settings=False)
     with naming_extras("report"):
@@ -108,7 +110,10 @@ def answer(options: ReportOptions) -> Report:
 
     expect_writable(options.html)
     summary = summarise(options.folder)
-    report = Report(options.folder, summary, tuple(plot_run_folder(options.folder)))
+    try:
+        report = Report(options.folder, summary, tuple(plot_run_folder(options.folder)))
+    except OSError as error:
+        report = Report(options.folder, summary, (), f"{error.filename}: {(error.strerror or str(error)).lower()}")
     if options.html is not None:
         document = run_document(report.lines(), report.metrics(), str(options.folder), marks_of(options.folder))
         write_document(options.html, document, ["report", str(options.folder)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ultrascale import console
 from ultrascale.api.report import ReportOptions, answer
 from ultrascale.cli.terminal.parse import parse
 from ultrascale.cli.terminal.screen import print_json
@@ -11,6 +12,8 @@ def command(arguments: list[str]) -> int:
     """Run the verb."""
     options = parse(ReportOptions, "report", arguments, positional={"folder": None})
     report = answer(options)
+    if report.not_drawn:
+        console.print_line(f"note: no pictures are drawn, {report.not_drawn}", "stderr")
     if options.json:
         print_json(report.to_dict(), indent=2)
         return 0

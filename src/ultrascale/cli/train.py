@@ -227,7 +227,7 @@ def _launch(run: Run, max_restarts: int, flags: tuple[str, ...], island: int | N
 
         saved = f"What is saved is in {folder.checkpoints}."
         saved = saved if newest_listed(folder.checkpoints) is not None else "Nothing is saved yet."
-        print_error(explained(f"{prefix}{ending.reason}. {saved}", "train")[1])
+        print_error(explained(f"{prefix}{ending.reason.rstrip('.')}. {saved}", "train")[1])
     return ending.exit_code
 
 

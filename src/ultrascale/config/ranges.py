@@ -75,4 +75,7 @@ def range_problem(key: str, value: Any) -> Problem | None:
         return Problem(key, rule, "Rename the run.")
     if key == "folder" and not value:
         return Problem(key, "must not be empty", 'Write "." for the current folder.')
+    if key == "folder" and value.startswith(("~", "$")):
+        remedy = f"Write the whole path; a folder of that very name is {f'./{value}'!r}."
+        return Problem(key, f"is {value!r}, which a shell would expand and a run's description does not", remedy)
     return None

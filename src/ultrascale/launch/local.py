@@ -143,7 +143,7 @@ def _run_with_restarts(
         if is_final:
             return ending
         if refusal:
-            return replace(ending, reason=f"{ending.reason}. {refusal}")
+            return replace(ending, reason=f"{ending.reason.rstrip('.')}. {refusal}")
         say(f"{ending.reason}; starting again from the newest checkpoint ({count_of(budget.left + 1, 'restart')} left)")
         previous = ending
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from io import BytesIO
+from itertools import accumulate
+from math import isfinite, nan
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -145,10 +147,13 @@ def _draw_smoothed(axes: Any, rows: Sequence[Mapping[str, Any]], key: str, label
 
 
 def smoothed(values: Sequence[float], share: float = 0.02) -> list[float]:
-    """Moving average: each value with `share` of all values on either side (at least one neighbour)."""
-    reach = max(1, round(share * len(values)))
-    windows = (values[max(0, index - reach) : index + reach + 1] for index in range(len(values)))
-    return [sum(window) / len(window) for window in windows]
+    """Moving average of finite values: each with `share` of all values on either side (at least one neighbour). NaN where there
+    are none. The time is linear in `values`, of which a run of weeks has a million."""
+    reach, count = max(1, round(share * len(values))), len(values)
+    sums = [0.0, *accumulate(value if isfinite(value) else 0.0 for value in values)]
+    counts = [0, *accumulate(map(isfinite, values))]
+    windows = ((max(0, index - reach), min(count, index + reach + 1)) for index in range(count))
+    return [(sums[end] - sums[begin]) / (counts[end] - counts[begin] or nan) for begin, end in windows]
 
 
 def _draw_marks(axes: Any, marks: Sequence[Mark], last: int) -> None:

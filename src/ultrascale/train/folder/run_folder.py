@@ -9,6 +9,7 @@ tokenizer.json    a copy of the data's        recompute.json    resolution of re
 compiled.bin      compiled blocks, with `compile`        chosen_kernels.json   kernels chosen by speed
 tracked.json      the trackers' run ids       tracked.log       output of the trackers' libraries
 attempt.json      under torchrun, while ranks train: the location of their signs of life
+metrics-until-STEP.jsonl      rows of a run whose checkpoints were gone when it was started again
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from typing import IO, Any
 from ultrascale import __version__
 from ultrascale.description.problems import SpecError, mistake
 from ultrascale.description.run import Run
-from ultrascale.launch.events import read_rows
+from ultrascale.launch.events import event_of, read_rows
 from ultrascale.open_folder import OpenFolder
 from ultrascale.run_rows import metric_row
 
@@ -91,7 +92,8 @@ class Claim:
         self.folder.close()
 
     def _locked(self) -> int:
-        file = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666, dir_fd=self.folder.fd)
+        with _naming(self.folder.path / self._lock):
+            file = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666, dir_fd=self.folder.fd)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -217,9 +219,10 @@ class RunFolder:
         if self.claim is None:
             self.path.mkdir(parents=True, exist_ok=True)
         partial, final = self._at(f".{name}.tmp"), self._at(name)
-        with self._open(f".{name}.tmp", "w") as file:
-            file.write(text)
-        os.replace(partial, final, src_dir_fd=self._fd, dst_dir_fd=self._fd)
+        with _naming(self.path / name):
+            with self._open(f".{name}.tmp", "w") as file:
+                file.write(text)
+            os.replace(partial, final, src_dir_fd=self._fd, dst_dir_fd=self._fd)
 
     def write_json(self, name: str, value: Any) -> None:
         """Replace a JSON file of the folder atomically."""
@@ -234,7 +237,7 @@ class RunFolder:
 
     def append(self, name: str, line: str) -> None:
         """Append a line to a file of the folder, on a new line even if a crash truncated the last one."""
-        with self._open(name, "a+b") as file:
+        with _naming(self.path / name), self._open(name, "a+b") as file:
             file.write(b"\n" * _is_torn(file.fileno()) + f"{line}\n".encode())
 
     def remove(self, name: str) -> None:
@@ -273,13 +276,34 @@ class RunFolder:
         rows = read_rows(self.metrics) if self.metrics.exists() else ()
         return [row for row in map(metric_row, rows) if row is not None]
 
-    def forget_metrics_from(self, steps_done: int) -> None:
+    def forget_metrics_from(self, steps_done: int) -> int:
         """Drop rows of steps after `steps_done`, which will be repeated, and a truncated row, so that every step has one
-        row."""
+        row. Returns the last step dropped, or 0.
+
+        Rows of a run that had saved, and starts at step 0 because its checkpoints are gone, stay in `lost_metrics`.
+        """
         if not self.metrics.exists():
-            return
-        kept = [json.dumps(row) for row in self.metric_rows() if row["step"] <= steps_done]
-        self.write_text(self.metrics.name, "".join(f"{row}\n" for row in kept))
+            return 0
+        rows = self.metric_rows()
+        last = max((row["step"] for row in rows if row["step"] > steps_done), default=0)
+        if steps_done == 0 and last and (any("perf/save_s" in row for row in rows) or self._has_ended()):
+            self.write_text(self.lost_metrics(last).name, self.metrics.read_text(errors="replace"))
+        self.write_text(self.metrics.name, "".join(f"{json.dumps(row)}\n" for row in rows if row["step"] <= steps_done))
+        return last
+
+    def _has_ended(self) -> bool:
+        """True if a start of this run ended with its steps saved, by the folder's events."""
+        events = self.path / "events.jsonl"
+        known = map(event_of, read_rows(events) if events.exists() else ())
+        return any(event is not None and event.kind in ("stop", "end") and event.step for event in known)
+
+    def lost_metrics(self, last: int) -> Path:
+        """File of the rows up to step `last` of a run whose checkpoints are gone."""
+        return self.path / f"metrics-until-{last}.jsonl"
+
+
+VERSIONS = ("ultrascale", "python", "torch", "cuda", "device")
+"""Facts of `environment` that may change the bits of a step."""
 
 
 def environment() -> dict[str, Any]:
@@ -297,6 +321,16 @@ def environment() -> dict[str, Any]:
     if torch.cuda.is_available():
         facts |= {"device": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
     return facts
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Context in which an OSError names `path`: one of a file opened in a folder has no more than the file's name, and one of
+    a full disk not even that."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def _is_torn(file: int) -> bool:

@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from typing import Any
 
 from ultrascale import heartbeat
 from ultrascale.checkpoint import Saver, Search, check_writable, search
@@ -31,7 +32,7 @@ from ultrascale.train.evaluate import HeldOut, evaluation_lines
 from ultrascale.train.folder.export import keep_tokenizer
 from ultrascale.train.folder.lost_folder import CheckpointPlace
 from ultrascale.train.folder.resume import begin_islands, changes_since, restore_newest, shards_for, tensors_of
-from ultrascale.train.folder.run_folder import RunFolder, environment
+from ultrascale.train.folder.run_folder import VERSIONS, RunFolder, environment
 from ultrascale.train.folder.run_store import RunStore, opened_store
 from ultrascale.train.folder.saves import Saves
 from ultrascale.train.observers.anomalies import AnomalousStepError, CorruptStateError
@@ -80,18 +81,22 @@ def begin(
         where = search if store is None else partial(store.search, reads=partial(shards_for, trainer))
         newest = restore_newest(trainer, folder.checkpoints, allow_changes=allow_changes, search=where)
         island_line = begin_islands(trainer)
+    late_lines: list[str] = []
     if ranks.is_first and trainer.steps_done <= run.steps:
         folder.write_text("run.toml", to_toml(run))
         keep_tokenizer(run)
-        folder.write_json("environment.json", document("environment", environment()))
+        now = document("environment", environment())
+        late_lines += _changed_versions(folder.read_json("environment.json"), now) if newest.folder is not None else []
+        folder.write_json("environment.json", now)
         folder.write_json("plan.json", document("plan", plan_run(run, cluster_of(run, ranks.device)).to_json()))
-        folder.forget_metrics_from(trainer.steps_done)
+        late_lines += _repeated_steps(folder, trainer.steps_done, folder.forget_metrics_from(trainer.steps_done))
     metrics = Metrics(run, folder, first_step=trainer.steps_done, writes=ranks.is_first)
     metrics.has_console = ranks.island == 0  # each has its log.txt
     lines = [f"note: {note}" for note in vocabulary_notes(run, loader) if newest.folder is None]
     lines += [*data_lines, *repeat_lines(run, loader), *evaluation_lines(run, loader, validation)]
     lines += [island_line] * bool(island_line)
     _write_start(trainer, folder, metrics, newest, lines)
+    metrics.lines(late_lines)
     saver = Saver(
         folder.checkpoints,
         keep=run.checkpoint.keep,
@@ -150,6 +155,27 @@ def _write_start(trainer: Trainer, folder: RunFolder, metrics: Metrics, newest: 
     if newest.folder is not None:
         metrics.line(f"resumed from {newest.folder} at step {trainer.steps_done}")
         metrics.lines(changes_since(newest.folder, run))
+
+
+def _changed_versions(before: Any, now: dict[str, Any]) -> list[str]:
+    """Versions that the run did not have at its last start, as `torch: 2.13.0 (was 2.12.1)`; `before`: its environment.json."""
+    known = before if isinstance(before, dict) else {}
+    return [f"{key}: {now.get(key)} (was {known[key]})" for key in VERSIONS if key in known and known[key] != now.get(key)]
+
+
+def _repeated_steps(folder: RunFolder, steps_done: int, last: int) -> list[str]:
+    """Lines about steps that were logged and are trained again, up to step `last`; none if that is 0. A run whose checkpoints
+    are gone must not start over unnoticed."""
+    if last == 0:
+        return []
+    if steps_done:
+        return [f"steps {steps_done + 1:,} to {last:,} were done before, and are done again"]
+    problem = f"steps 1 to {last:,} were done before, and are done again: no checkpoint is in {folder.checkpoints}"
+    lost = folder.lost_metrics(last)
+    if not lost.exists():
+        return [problem]
+    remedy = "If its checkpoints are elsewhere, stop this run and bring them back"
+    return [f"WARNING: {problem}, where the run had saved; metrics of these steps stay in {lost.name}. {remedy}"]
 
 
 def _layout_words(layout: Layout) -> list[str]:
