@@ -84,6 +84,7 @@ def test_a_choice_of_verbs_is_read_by_its_first_word():
         (["plan", *MODEL, "--parallelism.tensor_parallel_degree", "8"], "Did you mean --tp?"),
         (["plan", *MODEL, "--training.local-batch-size", "2"], "Did you mean --micro-batch-size?"),
         (["train", "run.toml", "--zero", "3"], "Did you mean --layout.zero-stage?"),
+        (["train", "run.toml", "--training.steps", "3"], "Did you mean --steps?"),
         (["show", "run.toml", "--data.document-mask", "maybe"], "must be true or false"),
         (["measure", "stp"], "Did you mean step?"),
         (["measure", "stp", "run.toml"], "Did you mean step?"),

@@ -144,8 +144,8 @@ def unknown_flag(flag: str, known: list[str], verb: str, *, settings: bool) -> P
     word = flag.lower().replace("-", "").replace("_", "")
     closest = get_close_matches(word, letters, n=1, cutoff=MIN_SIMILARITY)
     last = {key.rpartition(".")[2].replace("_", ""): key for key in leaves()} if settings and word not in letters else {}
-    meant = letters[closest[0]] if closest else _flag(last[word]) if word in last else None
     name = flag.removeprefix("--").replace("-", "_").rpartition(".")[2]
+    meant = letters[closest[0]] if closest else _flag(last[tail]) if (tail := name.replace("_", "").lower()) in last else None
     ours = "processes" if name in PROCESS_FLAGS and "--processes" in known else ELSEWHERE.get(name)
     if ours is not None and word not in letters:
         short = "--seq-len" if ours == "batch.sequence_length" else _flag(ours.rpartition(".")[2])
