@@ -220,7 +220,7 @@ def _print_prepared(
         is_found = validation is None or validation.resolve() == (output / "validation").resolve()
         where = "" if is_found else f", in {validation}: train reads it if data.validation names it"
         documents = count_of(prepared.validation.documents, "document")
-        print(f"held out: {prepared.validation.tokens:,} tokens in {documents}{where}")
+        print(f"validation: {prepared.validation.tokens:,} tokens in {documents}{where}")
     first = {reason: where for shard in reversed(manifest.shards) for reason, where in shard.skipped_first.items()}
     for reason, count in manifest.skipped.items():
         print(f"skipped {count:,} {reason}, first {first[reason]}")

@@ -55,7 +55,7 @@ ELSEWHERE = {
     "num_layers_per_virtual_pipeline_stage": "layout.virtual_stages", "local_batch_size": "layout.micro_batch_size",
     "per_device_train_batch_size": "layout.micro_batch_size", "recompute_activations": "layout.recompute",
     "recompute_granularity": "layout.recompute", **dict.fromkeys(("bf16", "fp16", "fp8"), "layout.precision"),
-    "pipeline": "layout.pp", "fsdp": "layout.zero_stage",
+    "pipeline": "layout.pp", "output_dir": "folder", "fsdp": "layout.zero_stage",
     **dict.fromkeys(("grad_clip", "max_grad_norm", "gradient_clip_val"), "optimizer.clip_grad_norm"),
 }  # fmt: skip
 _COMMAS = re.compile(r"[^,]*|\d{1,3}(,\d{3})+[^,]*")
