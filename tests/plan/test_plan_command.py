@@ -242,6 +242,12 @@ def test_the_next_command_saves_a_run_that_plans_the_same(tmp_path, monkeypatch,
     assert "run.toml is there already" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("length", "power"), [("4096", " (4Mi is 4,194,304 tokens)"), ("8192", "")])
+def test_a_rounded_batch_names_the_power_of_two_that_was_perhaps_meant(capsys, length: str, power: str) -> None:
+    main(["plan", "--model", "llama-3-8b", "--gpus", "64xh100", "--seq-len", length, "--tokens-per-batch", "4M", "--brief"])
+    assert capsys.readouterr().out.splitlines()[0].endswith(f"; 4M rounded so that data-parallel ranks share it{power}")
+
+
 def test_a_narrow_terminal_has_every_note_and_a_tiny_run_more_than_0_gpu_hours(capsys, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "60")
     main(["plan", "--model", "tiny-gpt2", "--gpus", "1xh100"])
