@@ -30,7 +30,7 @@ def show_trace(
     layout = trace.layout
     traced, count = trace.micro_batches
     console.print(
-        f"[bold]{trace.model.name or trace.model.model_type}[/bold], rank {trace.rank} of {layout.world_size}, device "
+        f"[bold]{trace.model.name or trace.model.model_type}[/bold], rank {trace.rank} of {layout.world_size}, as if on "
         f"{trace.device}: step {step + 1}, {count_of(count, 'micro-batch')}"
         + ("" if traced == count else f"; {traced} are traced, the others repeat one of them")
         + ("; experts are chosen equally often" if trace.model.num_experts else "")
