@@ -99,6 +99,7 @@ def test_a_choice_of_verbs_is_read_by_its_first_word():
         (["check", "run.toml", "--plant", "cp-ordr"], "Did you mean cp-order"),
         (["generate", ".", "--max-new-tokens", "-1"], "holds neither config.json"),
         (["checkpoint", "list", "nowhere"], "there is no such folder"),
+        (["report", "nowhere"], "there is no such folder"),
         (["sweep", "run.toml", "--procesess", "2"], "Did you mean --processes?"),
     ],
 )
@@ -335,3 +336,10 @@ def test_all_mistakes_of_a_command_are_told_at_once():
     with pytest.raises(SpecError) as caught:
         read("--seqlen", "8", "--top", "x", "--gpus")
     assert [problem.key for problem in caught.value.problems] == ["--seqlen", "--gpus", "--top"]
+
+
+@pytest.mark.parametrize("verb", ["train", "sweep", "show", "measure speed", "measure step"])
+def test_help_of_a_verb_that_takes_settings_says_where_they_are_listed(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with suppress(SystemExit):
+        main([*verb.split(), "--help"])
+    assert "`ultrascale show keys` lists" in capsys.readouterr().out

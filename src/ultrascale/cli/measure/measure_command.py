@@ -44,7 +44,9 @@ MOST_BEFORE, MOST_STEPS = 100, 20
 class StepOptions:
     """Profile steps of a run: a trace per rank, and step time by the planner's categories, compared with the plan.
 
-    The run starts anew and writes only the measurement to its folder. Any setting can follow as a dotted flag:
+    The run starts anew and writes only the measurement to its folder.
+
+    Any setting can follow as a dotted flag (`ultrascale show keys` lists them):
 
         ultrascale measure step run.toml --steps 8-10 --layout.dp 2
 

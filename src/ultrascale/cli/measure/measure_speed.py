@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 class SpeedOptions:
     """Time some steps of a run, and measure their memory, compared with the plan. No profiler, no checkpoint.
 
-    The run starts anew and writes only the measurement to its folder. Any setting can follow as a dotted flag:
+    The run starts anew and writes only the measurement to its folder.
+
+    Any setting can follow as a dotted flag (`ultrascale show keys` lists them):
 
         ultrascale measure speed run.toml --steps 20 --layout.dp 2
 

@@ -39,7 +39,7 @@ def show(
 ) -> tuple[str, bool, bool]:  # fmt: skip
     """Show a run as it would be trained, with the source of every value; or a catalogue of models or machines.
 
-    Any setting can follow as a dotted flag:
+    Any setting can follow as a dotted flag (`ultrascale show keys` lists them):
 
         ultrascale show runs/tiny-llama-cpu.toml --resolved --layout.dp 2
 
