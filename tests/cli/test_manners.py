@@ -100,6 +100,7 @@ def test_a_choice_of_verbs_is_read_by_its_first_word():
         (["generate", ".", "--max-new-tokens", "-1"], "holds neither config.json"),
         (["checkpoint", "list", "nowhere"], "there is no such folder"),
         (["report", "nowhere"], "there is no such folder"),
+        (["launch", "slurm", "run.toml", "--nodes", "2", "--cluster", "16xh100", "--print"], "Set layout.dp = 16, or name as"),
         (["sweep", "run.toml", "--procesess", "2"], "Did you mean --processes?"),
     ],
 )

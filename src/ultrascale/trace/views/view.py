@@ -73,7 +73,7 @@ def show_stages(peaks: list[StagePeak], console: Console) -> None:
 
 def show_parts(parts: list[Part], edits: list[Edit], total: int, console: Console) -> None:
     """Prints the largest parts at the peak, and the changes that would help."""
-    table = _table("alive at the peak", "of", "storages", "bytes", "share", right=(2, 3, 4))
+    table = _table("live at the peak", "of", "storages", "bytes", "share", right=(2, 3, 4))
     for part in parts:
         what = part.what if not part.line else f"{part.what}  {part.line}"
         table.add_row(
