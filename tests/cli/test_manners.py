@@ -84,6 +84,10 @@ def test_a_choice_of_verbs_is_read_by_its_first_word():
         (["plan", *MODEL, "--parallelism.tensor_parallel_degree", "8"], "Did you mean --tp?"),
         (["plan", *MODEL, "--training.local-batch-size", "2"], "Did you mean --micro-batch-size?"),
         (["train", "run.toml", "--zero", "3"], "Did you mean --layout.zero-stage?"),
+        (["train", "run.toml", "--training.steps", "3"], "Did you mean --steps?"),
+        (["sweep", "run.toml", "--output", "there"], "Did you mean --out?"),
+        (["train", "run.toml", "--resume"], "the same command resumes"),
+        (["data", "prepare", "text", "--out", "there"], "Did you mean --output?"),
         (["show", "run.toml", "--data.document-mask", "maybe"], "must be true or false"),
         (["measure", "stp"], "Did you mean step?"),
         (["measure", "stp", "run.toml"], "Did you mean step?"),
@@ -95,6 +99,8 @@ def test_a_choice_of_verbs_is_read_by_its_first_word():
         (["check", "run.toml", "--plant", "cp-ordr"], "Did you mean cp-order"),
         (["generate", ".", "--max-new-tokens", "-1"], "holds neither config.json"),
         (["checkpoint", "list", "nowhere"], "there is no such folder"),
+        (["report", "nowhere"], "there is no such folder"),
+        (["launch", "slurm", "run.toml", "--nodes", "2", "--cluster", "16xh100", "--print"], "Set layout.dp = 16, or name as"),
         (["sweep", "run.toml", "--procesess", "2"], "Did you mean --processes?"),
     ],
 )
@@ -331,3 +337,10 @@ def test_all_mistakes_of_a_command_are_told_at_once():
     with pytest.raises(SpecError) as caught:
         read("--seqlen", "8", "--top", "x", "--gpus")
     assert [problem.key for problem in caught.value.problems] == ["--seqlen", "--gpus", "--top"]
+
+
+@pytest.mark.parametrize("verb", ["train", "sweep", "show", "measure speed", "measure step"])
+def test_help_of_a_verb_that_takes_settings_says_where_they_are_listed(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with suppress(SystemExit):
+        main([*verb.split(), "--help"])
+    assert "`ultrascale show keys` lists" in capsys.readouterr().out

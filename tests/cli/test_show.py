@@ -60,6 +60,15 @@ def test_catalogues_list_everything(capsys, monkeypatch):
     assert (found["mixtral-8x7b"]["num_active_parameters"], found["mixtral-8x7b"]["trainable"]) == (12_879_925_248, True)
 
 
+@pytest.mark.parametrize(("width", "title"), [("80", ""), ("120", "NVIDIA V100 SXM 16 GB")])
+def test_an_accelerator_is_one_line_at_any_width(capsys, monkeypatch, width: str, title: str) -> None:
+    monkeypatch.setenv("COLUMNS", width)
+    command(["clusters"])
+    head, first, second = capsys.readouterr().out.splitlines()[:3]
+    assert head.startswith("accelerator") and first.startswith("v100-16") and second.startswith("v100-32")
+    assert title in first and "125 TFLOP/s" in first
+
+
 def test_a_catalogue_is_filtered_by_a_word(capsys):
     command(["models", "Mixtral", "--json"])
     assert json.loads(capsys.readouterr().out).keys() == {name for name in PRESETS if "mixtral" in name}

@@ -259,6 +259,9 @@ def test_all_mistakes_are_told_at_once_with_their_lines(tmp_path):
         ("model.n_routed_experts", "model.num_experts"),
         ("model.rope_scaling.facto", "model.rope_scaling.factor"),
         ("layout.xyz", "Keys of [layout] are dp, zero_stage"), ("lyout", "layout"), ("loging", "log"),
+        ("batch.sequences", "Did you mean batch.sequences_per_batch?"), ("batch.size", "Keys of [batch] are"),
+        ("model.layers", "model.num_hidden_layers"), ("optimizer.type", "Keys of [optimizer] are name"),
+        ("data.path", "Did you mean model.path?"), ("launch.slurm.size", "launch.kubernetes.size"),
     ],
 )  # fmt: skip
 def test_an_unknown_key_is_answered_with_the_nearest_thing_that_works(key, answer):

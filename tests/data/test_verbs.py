@@ -35,6 +35,9 @@ def test_prepare_and_inspect_print_what_was_made(text, capsys):
     assert command(["inspect", str(text.parent / "out"), "--sequence", "1", "--sequence-length", "50", "--verify"]) == 0
     shown = capsys.readouterr().out
     assert "return x" in shown and "verified" in shown and "a document begins" in shown
+    assert command(["inspect", str(text.parent / "out")]) == 0
+    shown = capsys.readouterr().out
+    assert "document 0 begins" in shown and "def " in shown
 
 
 def test_a_readme_beside_lines_of_json_is_told_to_be_a_document(text, capsys):

@@ -378,7 +378,7 @@ def test_without_a_terminal_a_bar_is_a_line_each_quarter():
     with on.bar("training", 8) as advance:
         for done in range(9):
             advance(done, f"{done} steps")
-    assert printed(on).split("\n")[:4] == [f"   training  {25 * n} %  {2 * n} steps" for n in (1, 2, 3, 4)]
+    assert printed(on).split("\n")[:4] == [f"   training  {25 * n}%  {2 * n} steps" for n in (1, 2, 3, 4)]
 
 
 def test_stages_are_numbered_and_their_time_is_remembered():

@@ -49,7 +49,7 @@ def test_a_report_is_read_in_lines(tmp_path: Path, capsys) -> None:
     assert main(["report", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert "loss      8.0000 at first, 4.0000 at last" in out
-    assert "102 MiB planned, 100 MiB measured at the peak of rank 0: 2.0 % off" in out
+    assert "102 MiB planned, 100 MiB measured at the peak of rank 0: 2.0% off" in out
     assert "512 tokens, noise scale 1.22k: 2.39 batches, a larger batch would save steps" in out
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 import shlex
 import subprocess
@@ -241,7 +242,23 @@ def test_the_next_command_saves_a_run_that_plans_the_same(tmp_path, monkeypatch,
     assert "run.toml is there already" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("setting", "said"), [("true", "8192, documents masked"), ("false", "8192, documents not masked")])
+@pytest.mark.parametrize(("length", "power"), [("4096", " (4Mi is 4,194,304 tokens)"), ("8192", "")])
+def test_a_rounded_batch_names_the_power_of_two_that_was_perhaps_meant(capsys, length: str, power: str) -> None:
+    main(["plan", "--model", "llama-3-8b", "--gpus", "64xh100", "--seq-len", length, "--tokens-per-batch", "4M", "--brief"])
+    assert capsys.readouterr().out.splitlines()[0].endswith(f"; 4M rounded so that data-parallel ranks share it{power}")
+
+
+def test_a_narrow_terminal_has_every_note_and_a_tiny_run_more_than_0_gpu_hours(capsys, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    main(["plan", "--model", "tiny-gpt2", "--gpus", "1xh100"])
+    out = capsys.readouterr().out
+    assert "…" not in out and "fp32 master" in out
+    assert re.search(r"\n +0\.0\d+ +GPU hours", out)
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"), [("true", "8192, intra-document masking"), ("false", "8192, attention across documents")]
+)
 def test_a_plan_says_whether_documents_are_masked_and_counts_it(capsys, setting: str, said: str) -> None:
     main([*ISSUE, "--runnable", "--data.document-mask", setting])
     assert said in " ".join(capsys.readouterr().out.split())
@@ -471,7 +488,7 @@ def test_the_next_command_of_a_file_says_all_that_the_short_flags_changed(tmp_pa
     [
         (["--sequences-per-batch", "509", "--stack", "llm-foundry"], "does not divide the batch of 509 sequences"),
         (["--tp", "3"], "tp = 3 does not divide 64 GPUs"),
-        (["--pp", "64"], "more stages than the 32 layers"),
+        (["--pp", "64"], "more stages than 32 layers, embedding and head"),
         (["--tp", "x"], "layout.tp"),
         (["--layout.layers-per-stage", "4,4"], "is for one layout, not for a search"),
         (["--layout.tensor", "4"], "layout.tensor"),

@@ -51,7 +51,12 @@ def workload(stack: str = "ultrascale", *, model: str = "llama-3-8b", gpus: str 
         ("ultrascale", {"micro_batch_size": (5000,)}, "5000 is more than the batch of 512 sequences", "512 or less"),
         ("ultrascale", {"micro_batch_size": (3,)}, "no dp x 3 divides the batch of 512 sequences", "2 or 4"),
         ("ultrascale", {"schedule": ("1f1b",), "pp": (1,)}, "1f1b is read only if pp > 1", "search pp > 1"),
-        ("ultrascale", {"virtual_stages": (16,), "pp": (4,)}, "pp 4 x 16 = 64 stages are more than the 32 layers", "8 or less"),
+        (
+            "ultrascale",
+            {"virtual_stages": (16,), "pp": (4,)},
+            "pp 4 x 16 = 64 stages are more than 32 layers, embedding and head",
+            "8 or less",
+        ),
         ("ultrascale", {"virtual_stages": (3,), "schedule": ("1f1b",)}, "3 stages a rank are not what 1f1b", "interleaved"),
     ],
 )

@@ -291,7 +291,7 @@ def test_tensor_parallelism_leaves_the_node_where_nothing_else_fits() -> None:
     ("asked", "said", "remedy"),
     [
         ({"tp": (3,)}, "tp = 3 does not divide 64 GPUs", "2 or 4"),
-        ({"pp": (64,)}, "more stages than the 32 layers", "34 or less"),
+        ({"pp": (64,)}, "more stages than 32 layers, embedding and head", "34 or less"),
         ({"dp": (64,)}, "dp = 64 does not divide the batch of 96 sequences", "64 or 128"),
         ({"tp": (64,)}, "must divide model.num_attention_heads = 32", "Choose one of"),
     ],

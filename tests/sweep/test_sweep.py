@@ -73,7 +73,7 @@ def test_a_table_for_people_and_a_list_of_what_would_be_measured(run, tmp_path, 
     assert "[2/2] recompute full: " in told
     header = next(line for line in told.splitlines() if "MFU" in line)
     assert header.split() == ["step", "tokens/s", "a", "rank", "MFU", "memory", "planned", "recompute"]
-    off = re.search(r"planned memory: ([\d.]+)% off at the median, nine in ten within ([\d.]+)%, bias .*, of 2", told)
+    off = re.search(r"planned memory: median error ([\d.]+)%, 90th percentile ([\d.]+)%, mean .*, over 2 cells", told)
     assert off is not None and max(map(float, off.groups())) < 2
     assert f"next  ultrascale train {tmp_path}" in told
 

@@ -40,7 +40,7 @@ def run(tmp_path: Path) -> str:
 def test_a_rank_is_told_in_tables(run: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trace", run, "--rank", "9"]) == 0
     told = capsys.readouterr().out
-    assert "rank 9 of 16 as on cuda: step 2, 4 micro-batches" in told
+    assert "rank 9 of 16, as if on cuda: step 2, 4 micro-batches" in told
     for word in (
         "memory at the peak",
         "messages of a step",

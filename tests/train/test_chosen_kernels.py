@@ -63,9 +63,9 @@ def test_on_the_cpu_nothing_is_timed_unless_asked_for_and_the_line_says_so(home:
     run = small_run(home, name="plain")
     train_here(replace(run, steps=1))
     assert log(home, "plain") == [
-        'attention: sdpa, torch\'s flash attention for the CPU, under a mask (timed only with layout.attention = "fastest")'
+        'attention: sdpa, PyTorch\'s flash attention for CPUs, masked; layout.attention = "fastest" times it against others'
     ]
-    kernels = "kernels: torch, PyTorch's operations, the only ones for the CPU"
+    kernels = "kernels: torch, PyTorch's own operations, the only choice on a CPU"
     assert kernels in (home / "plain" / "log.txt").read_text().splitlines()
     assert not (home / "plain" / "chosen_kernels.json").exists()
 

@@ -142,14 +142,20 @@ def unknown_flag(flag: str, known: list[str], verb: str, *, settings: bool) -> P
     takes settings of a run."""
     letters = {name.replace("-", ""): name for name in [*known, *(map(_flag, (*leaves(), *STAND_INS)) if settings else ())]}
     word = flag.lower().replace("-", "").replace("_", "")
-    closest = get_close_matches(word, letters, n=1, cutoff=MIN_SIMILARITY)
+    closest = get_close_matches(word, letters, n=1, cutoff=MIN_SIMILARITY) or [
+        other
+        for other in (name.replace("-", "") for name in known)
+        if min(len(word), len(other)) > 2 and (word.startswith(other) or other.startswith(word))
+    ]
     last = {key.rpartition(".")[2].replace("_", ""): key for key in leaves()} if settings and word not in letters else {}
-    meant = letters[closest[0]] if closest else _flag(last[word]) if word in last else None
     name = flag.removeprefix("--").replace("-", "_").rpartition(".")[2]
+    meant = letters[closest[0]] if closest else _flag(last[tail]) if (tail := name.replace("_", "").lower()) in last else None
     ours = "processes" if name in PROCESS_FLAGS and "--processes" in known else ELSEWHERE.get(name)
     if ours is not None and word not in letters:
         short = "--seq-len" if ours == "batch.sequence_length" else _flag(ours.rpartition(".")[2])
         meant = short if short in known else _flag(ours) if settings else meant
+    if name.startswith("resume") and verb == "train":
+        return Problem(flag, f"is no flag of {verb}", "Leave it out: the same command resumes a run.")
     remedy = f"Did you mean {meant}?" if meant not in (None, flag.replace("_", "-")) else f"See `ultrascale {verb} --help`."
     return Problem(flag, f"is no flag of {verb}", remedy)
 

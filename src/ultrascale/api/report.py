@@ -127,7 +127,7 @@ def _lines(summary: Summary) -> Iterator[tuple[str, str]]:
     if summary.first_loss is not None:
         yield "loss", f"{summary.first_loss:.4f} at first, {summary.last_loss:.4f} at last"
     for name, loss in summary.validation_loss.items():
-        yield "held out", f"{loss:.4f} {name.removeprefix('val/loss').strip('/')}".rstrip()
+        yield "val/loss", f"{loss:.4f} {name.removeprefix('val/loss').strip('/')}".rstrip()
     since = f" since the start at step {summary.timed_since:,}" if summary.timed_since else ""
     if summary.tokens_per_second is not None:
         island = " on one island" if summary.of_one_island else ""
@@ -138,7 +138,7 @@ def _lines(summary: Summary) -> Iterator[tuple[str, str]]:
         planned, measured = format_bytes(summary.planned_peak_bytes or 0), format_bytes(summary.measured_peak_bytes or 0)
         percent = round(summary.memory_percent, 1) + 0.0
         when = f" in the first steps, before the start at step {summary.timed_since:,}" if summary.timed_since else ""
-        yield "memory", f"{planned} planned, {measured} measured at the peak of rank 0{when}: {percent:.1f} % off"
+        yield "memory", f"{planned} planned, {measured} measured at the peak of rank 0{when}: {percent:.1f}% off"
     if summary.noise_scale_tokens is not None and summary.tokens_per_batch:
         ratio = summary.noise_scale_tokens / summary.tokens_per_batch
         advice = "a larger batch would save steps" if ratio > 1 else "more batch would buy little"

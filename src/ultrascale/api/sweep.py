@@ -37,7 +37,7 @@ STORE_PATIENCE_SECONDS = 20.0
 class SweepOptions:
     """Measure every combination of settings that have several values, and report the error of the plan.
 
-    Any setting can have several values, separated by commas:
+    Any setting can have several values, separated by commas (`ultrascale show keys` lists settings):
 
         ultrascale sweep run.toml --layout.zero-stage 0,1,2,3 --layout.micro-batch-size 1,2
         ultrascale sweep run.toml --processes 4 --layout.tp 1,2,4 --layout.pp 1,2

@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from ultrascale.cli.main import explain
 from ultrascale.cli.terminal.parse import parse
 from ultrascale.cli.terminal.screen import console_for_people, print_json
-from ultrascale.console import print_line
+from ultrascale.console import plain_table, print_line
 from ultrascale.description.problems import did_you_mean, mistake
 from ultrascale.description.units import count_of, format_bytes
 
@@ -151,6 +150,8 @@ def inspect(
         facts["document"] = inspection.document_sample(folder, document)
     if sequence is not None:
         facts["sequence"] = inspection.sequence_sample(folder, sequence, sequence_length)
+    if document is None and sequence is None and not json and facts["documents"]:
+        facts["opening"] = inspection.opening(folder)
     if json:
         print_json(facts, "data-inspect", indent=1)
     else:
@@ -221,7 +222,7 @@ def _print_prepared(
         is_found = validation is None or validation.resolve() == (output / "validation").resolve()
         where = "" if is_found else f", in {validation}: train reads it if data.validation names it"
         documents = count_of(prepared.validation.documents, "document")
-        print(f"held out: {prepared.validation.tokens:,} tokens in {documents}{where}")
+        print(f"validation: {prepared.validation.tokens:,} tokens in {documents}{where}")
     first = {reason: where for shard in reversed(manifest.shards) for reason, where in shard.skipped_first.items()}
     for reason, count in manifest.skipped.items():
         print(f"skipped {count:,} {reason}, first {first[reason]}")
@@ -231,9 +232,8 @@ def _print_prepared(
 
 def _print_facts(facts: dict[str, Any]) -> None:
     console = console_for_people()
-    table = Table(
-        "shard", "dtype", "documents", "tokens", title=f"{count_of(facts['documents'], 'document')}, {facts['tokens']:,} tokens"
-    )
+    console.print(f"{count_of(facts['documents'], 'document')}, {facts['tokens']:,} tokens")
+    table = plain_table("shard", "dtype", "documents", "tokens", left=("shard", "dtype"))
     for shard in facts["shards"]:
         table.add_row(shard["name"], shard["dtype"], f"{shard['documents']:,}", f"{shard['tokens']:,}")
     console.print(table)
@@ -242,6 +242,10 @@ def _print_facts(facts: dict[str, Any]) -> None:
     if "manifest" in facts:
         tokenizer = facts["manifest"]["tokenizer"]
         console.print(f"vocabulary {tokenizer['vocab_size']:,}, end of document {escape(tokenizer['eod_token'])}")
+    if "opening" in facts:
+        console.print(
+            f"[bold]document 0[/bold] begins (--document 0 and --sequence 0 show more)\n{escape(_shown(facts['opening']))}"
+        )
     if "document" in facts:
         document = facts["document"]
         console.print(f"[bold]document {document['document']}[/bold], {document['tokens']:,} tokens")

@@ -197,7 +197,11 @@ def _planned(resolved: Resolved) -> list[str]:
     cluster = parse_cluster(run.cluster)
     if cluster.num_accelerators != run.layout.world_size:
         rule = f"has {cluster.num_accelerators:,} accelerators, and the layout has {run.layout.world_size:,} ranks"
-        raise mistake("cluster", rule, "Name as many, or change an axis.")
+        dp, rest = divmod(cluster.num_accelerators * run.layout.dp, run.layout.world_size)
+        remedy = (
+            "Name as many, or change an axis." if rest or not dp else f"Set layout.dp = {dp}, or name as many accelerators."
+        )
+        raise mistake("cluster", rule, remedy)
     plan = plan_run(run, cluster)
     need = f"{format_bytes(plan.needed_bytes)} of {format_bytes(plan.capacity_bytes)}"
     if not plan.fits:

@@ -43,7 +43,7 @@ from ultrascale.train.observers.metrics import expect_trackers
 class TrainOptions:
     """Train a run, or resume it: the same command does both.
 
-    Any setting can follow as a dotted flag:
+    Any setting can follow as a dotted flag (`ultrascale show keys` lists them):
 
         ultrascale train run.toml --processes 2 --layout.zero-stage 3 --steps 200
 

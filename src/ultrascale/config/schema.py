@@ -55,6 +55,8 @@ ELSEWHERE = {
     "num_layers_per_virtual_pipeline_stage": "layout.virtual_stages", "local_batch_size": "layout.micro_batch_size",
     "per_device_train_batch_size": "layout.micro_batch_size", "recompute_activations": "layout.recompute",
     "recompute_granularity": "layout.recompute", **dict.fromkeys(("bf16", "fp16", "fp8"), "layout.precision"),
+    "pipeline": "layout.pp", "output_dir": "folder", "fsdp": "layout.zero_stage",
+    **dict.fromkeys(("grad_clip", "max_grad_norm", "gradient_clip_val"), "optimizer.clip_grad_norm"),
 }  # fmt: skip
 _COMMAS = re.compile(r"[^,]*|\d{1,3}(,\d{3})+[^,]*")
 """Texts of numbers in which commas, if any, separate thousands: 1,2 is not 12."""
@@ -153,8 +155,10 @@ def default_of(field: Field) -> Any:
 
 
 def _nearest(section: str, last: str) -> list[str]:
-    """Keys that were probably meant: the same name elsewhere, a similar name in this section, a similar name elsewhere."""
-    known = [*leaves(), *STAND_INS, *sections()]
+    """Keys that were probably meant: names in this section that hold the word, the same name elsewhere, a similar name in this
+    section, a similar name elsewhere. Only a key of the launch is taken for one of the launch: its `size` is of a disk."""
+    launch = section.partition(".")[0] == "launch"
+    known = [key for key in (*leaves(), *STAND_INS, *sections()) if launch or not key.startswith("launch.")]
     by_name: dict[str, list[str]] = {}
     for key in known:
         by_name.setdefault(key.rpartition(".")[2], []).append(key)
@@ -162,11 +166,13 @@ def _nearest(section: str, last: str) -> list[str]:
     in_table = [key for key in by_name.get(last, ()) if section and key.startswith(f"{section.partition('.')[0]}.")]
     if last in ELSEWHERE and not in_table:
         return [ELSEWHERE[last]]
+    if section and (holding := [key for name, key in in_section.items() if last in name.split("_") or name.startswith(last)]):
+        return holding[:3]
     if last in by_name:
         return by_name[last]
     if close := get_close_matches(last, in_section, n=2, cutoff=0.6):
         return [in_section[name] for name in close]
-    return [key for name in get_close_matches(last, by_name, n=1, cutoff=0.75) for key in by_name[name]]
+    return [key for name in get_close_matches(last, by_name, n=1, cutoff=0.9) for key in by_name[name]]
 
 
 def _names(section: str) -> str:

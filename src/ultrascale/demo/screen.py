@@ -110,6 +110,6 @@ class Screen:
             quarter = int(4 * done / total) if total else 4
             if quarter > shown[0]:
                 shown[0] = quarter
-                self.show(f"[dim]{what}  {min(100, round(100 * done / total))} %  {note}[/]")
+                self.show(f"[dim]{what}  {min(100, round(100 * done / total))}%  {note}[/]")
 
         return advance

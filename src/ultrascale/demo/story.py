@@ -219,14 +219,14 @@ def _compare(demo: Demo, planned: float, rows: list[dict[str, Any]], memory: dic
         judged(
             "peak memory is as planned",
             f"{format_bytes(memory['planned_peak_bytes'])} planned, {format_bytes(memory['measured_peak_bytes'])} measured: "
-            f"{_signed(percent, 1)} %",
+            f"{_signed(percent, 1)}%",
             abs(percent) <= MEMORY_PERCENT,
             planned_bytes=memory["planned_peak_bytes"], measured_bytes=memory["measured_peak_bytes"], percent=percent,
         )
     )  # fmt: skip
     measured = median(row["perf/step_s"] for row in rows if row.get("perf/step_s"))
     off = _signed(100 * (planned / measured - 1), 0)
-    number = f"{format_seconds(planned)} planned, {format_seconds(measured)} measured: {off} %"
+    number = f"{format_seconds(planned)} planned, {format_seconds(measured)} measured: {off}%"
     screen.show(f"\nA step: {number}. [dim]Not in the plan: {_NOT_PLANNED}.[/]")
     facts = {"planned_seconds": planned, "measured_seconds": measured}
     verdict = "holds" if abs(planned / measured - 1) <= STEP_PERCENT / 100 else "missed"

@@ -104,6 +104,11 @@ def format_count(value: float) -> str:
     return _scaled(value, [(10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "k")], "", space="")
 
 
+def format_hours(value: float) -> str:
+    """`4,999`, `0.0441`: hours of GPUs, three figures at least."""
+    return f"{value:,.0f}" if value >= 100 else _three_figures(value) if value else "0"
+
+
 def count_of(number: int, what: str) -> str:
     """`1 rank`, `2 ranks`, `1,024 processes`."""
     plural = f"{what}es" if what.endswith(("s", "ch")) else f"{what}s"
@@ -122,10 +127,10 @@ def format_share(value: float | None) -> str:
 
 
 def format_percent(value: float | None) -> str:
-    """A difference in percent: `+1.25 %`, `equal`, `-<0.01 %`; empty for None."""
+    """A difference in percent: `+1.25%`, `equal`, `-<0.01%`; empty for None."""
     if value is None or value == 0:
         return "" if value is None else "equal"
-    return f"{value:+.2f} %" if abs(value) >= 0.005 else f"{'-' if value < 0 else '+'}<0.01 %"
+    return f"{value:+.2f}%" if abs(value) >= 0.005 else f"{'-' if value < 0 else '+'}<0.01%"
 
 
 def format_seconds(value: float) -> str:

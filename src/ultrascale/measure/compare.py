@@ -63,7 +63,7 @@ def comparison_table(rows: list[Difference]) -> Table:
         table.add_column(column, justify="right", no_wrap=True)
     for row in rows:
         measured = "" if row.measured_bytes is None else format_bytes(row.measured_bytes)
-        difference = "" if row.percent is None else f"{round(row.percent, 1) + 0.0:.1f} %"
+        difference = "" if row.percent is None else f"{round(row.percent, 1) + 0.0:.1f}%"
         style = "bold" if row.name == "peak" else ""
         table.add_row(row.name, format_bytes(row.planned_bytes), measured, difference, style=style)
     return table

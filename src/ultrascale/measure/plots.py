@@ -248,7 +248,7 @@ def _draw_memory(axes: Any, rows: Sequence[Mapping[str, Any]], shown: Sequence[s
 def _validation_name(key: str) -> str:
     """`val/loss` or `val/NAME/loss` in words."""
     source = key.removeprefix("val/").removesuffix("loss").strip("/")
-    return f"held out, {source}" if source else "held out"
+    return f"validation, {source}" if source else "validation"
 
 
 def _series(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[list[int], list[float]]:

@@ -53,7 +53,8 @@ def summarise(folder: Path) -> Summary:
     rows = read_metrics(metrics) if metrics.exists() else []
     if not rows:
         remedy = "Give the folder of a run that has trained, such as out/first."
-        raise mistake(str(folder), "has no metrics.jsonl with a step in it", remedy)
+        rule = "has no metrics.jsonl with a step in it" if folder.is_dir() else "there is no such folder"
+        raise mistake(str(folder), rule, remedy)
     return summary_of(rows, read_memory(folder), last_timed_start(folder, rows))
 
 

@@ -72,7 +72,7 @@ def trace_document(trace: Mapping[str, Any]) -> Document:
             [[row["axis"], row["kind"].replace("_", "-"), f"{row['size']:,}", *_sent(row["traced"]), *_sent(row["planned"])]
              for row in compared["traffic"]])),
         _section("FLOPs of the step", "", _table(COMPARED, [_compared(row, format_count) for row in compared["flops"]])),
-        _section("Alive at the peak", "What takes most.", _table(["category", "what", "line", "how many", "bytes"], alive)),
+        _section("Live at the peak", "What takes most.", _table(["category", "what", "line", "how many", "bytes"], alive)),
     ]  # fmt: skip
     if trace["edits"]:
         edits = [

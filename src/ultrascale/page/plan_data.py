@@ -17,7 +17,7 @@ from ultrascale.config.resolve import to_toml
 from ultrascale.description.architecture.weights import num_parameters
 from ultrascale.description.problems import SpecError
 from ultrascale.description.schedules import SCHEDULES
-from ultrascale.description.units import count_of, format_bytes, format_count, format_seconds
+from ultrascale.description.units import count_of, format_bytes, format_count, format_hours, format_seconds
 from ultrascale.page.documents import number
 from ultrascale.page.ranked import ranking, reasons, scaling_rows, settings_of
 from ultrascale.page.step.ranks import rank_memories
@@ -166,7 +166,7 @@ def _facts(planned: PagePlan) -> list[dict[str, str]]:
             rows.append(
                 ("Training", format_seconds(expense.seconds), f"on {format_count(goal)} tokens{why}, without interruptions")
             )
-            rows.append(("GPU hours", f"{expense.gpu_hours:,.0f}", expense.words.removeprefix(", ")))
+            rows.append(("GPU hours", format_hours(expense.gpu_hours), expense.words.removeprefix(", ")))
     headroom = format_bytes(abs(chosen.headroom_bytes))
     margin = f"{format_bytes(chosen.reserve_bytes)} more is kept free for the allocator"
     rows.insert(1, ("Headroom" if chosen.fits else "Too much", headroom, margin))

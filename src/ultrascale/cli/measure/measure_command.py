@@ -44,7 +44,9 @@ MOST_BEFORE, MOST_STEPS = 100, 20
 class StepOptions:
     """Profile steps of a run: a trace per rank, and step time by the planner's categories, compared with the plan.
 
-    The run starts anew and writes only the measurement to its folder. Any setting can follow as a dotted flag:
+    The run starts anew and writes only the measurement to its folder.
+
+    Any setting can follow as a dotted flag (`ultrascale show keys` lists them):
 
         ultrascale measure step run.toml --steps 8-10 --layout.dp 2
 
@@ -163,7 +165,7 @@ def _print(report: StepReport, files: list[Path], top: int) -> None:
     steps = f"mean of steps {first} to {last}" if last > first else f"step {first}"
     console.print(f"\nmeasured: {steps} on {ranks} rank{'s' * (ranks > 1)}, profiled")
     without, share = report.unprofiled_step_seconds, computing_share(report)
-    console.print(f"without the profiler a step takes {without * 1e3:.2f} ms; {share:.0%} of the profiled one computes")
+    console.print(f"without the profiler a step takes {without * 1e3:.2f} ms; compute is {share:.0%} of the profiled one")
     if report.planned:
         console.print(f"planned: {report.planned_origin}", soft_wrap=True)
     for line in hidden_lines(report):

@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 class SpeedOptions:
     """Time some steps of a run, and measure their memory, compared with the plan. No profiler, no checkpoint.
 
-    The run starts anew and writes only the measurement to its folder. Any setting can follow as a dotted flag:
+    The run starts anew and writes only the measurement to its folder.
+
+    Any setting can follow as a dotted flag (`ultrascale show keys` lists them):
 
         ultrascale measure speed run.toml --steps 20 --layout.dp 2
 
@@ -120,7 +122,7 @@ def lines(measured: Speed) -> list[tuple[str, str]]:
         return [*rows, ("memory", f"{format_bytes(measured.planned_peak_bytes)} planned; not counted: blocks are compiled")]
     off = 100 * (measured.planned_peak_bytes / measured.measured_peak_bytes - 1)
     both = f"{format_bytes(measured.planned_peak_bytes)} planned, {format_bytes(measured.measured_peak_bytes)} measured"
-    rows.append(("memory", f"{both} at the peak of rank {measured.fullest_rank}: {round(off, 1) + 0.0:.1f} % off"))
+    rows.append(("memory", f"{both} at the peak of rank {measured.fullest_rank}: {round(off, 1) + 0.0:.1f}% off"))
     if measured.measured_reserved_bytes is not None:
         planned_reserved = (
             "" if measured.planned_reserved_bytes is None else f"{format_bytes(measured.planned_reserved_bytes)} planned, "

@@ -107,8 +107,9 @@ def _plan_error_lines(scores: Held) -> Iterator[str]:
     """Lines with the error of the plan."""
     for name, error in (("memory", scores.memory), ("reserved", scores.reserved), ("step time", scores.time)):
         if error is not None:
-            typical, most = f"{error.median_absolute:.1%} off at the median", f"nine in ten within {error.p90_absolute:.1%}"
-            yield f"planned {name}: {typical}, {most}, bias {error.bias:+.1%}, of {error.count}"
+            typical, most = f"median error {error.median_absolute:.1%}", f"90th percentile {error.p90_absolute:.1%}"
+            mean = f"mean {round(error.bias, 3) + 0.0:+.1%}"
+            yield f"planned {name}: {typical}, {most}, {mean}, over {count_of(error.count, 'cell')}"
     if scores.tau is not None and scores.regret is not None:
         yield f"planned order: Kendall tau {scores.tau:.2f}; the plan's choice is {scores.regret:.1%} slower than the fastest"
     if len(scores.machines) > 1:

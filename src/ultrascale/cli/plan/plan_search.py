@@ -64,11 +64,13 @@ def first_with_headroom(result: SearchResult, chosen: RunPlan) -> str:
 
 
 def _batch_note(text: str | None, workload: Workload) -> str:
-    """The global batch, with the requested one if they differ."""
+    """The global batch, with the requested one if they differ, and the power of two that was perhaps meant."""
     sequences = f"{count_of(workload.sequences_per_batch, 'sequence')}, {workload.tokens_per_step:,} tokens"
     if text is None or parse_tokens(text) == workload.tokens_per_step:
         return f"global batch: {sequences}"
-    return f"global batch: {sequences}; {text} rounded so that data-parallel ranks share it"
+    binary = parse_tokens(f"{text}i") if text.endswith("M") else workload.tokens_per_step
+    power = "" if binary == workload.tokens_per_step else f" ({text}i is {binary:,} tokens)"
+    return f"global batch: {sequences}; {text} rounded so that data-parallel ranks share it{power}"
 
 
 def _next_command(chosen: RunPlan, request: PlanRequest, searched: SearchOutcome) -> str:

@@ -25,6 +25,8 @@ from ultrascale.description.run import Run
 from ultrascale.description.units import format_bytes, format_bytes_per_second, format_count, format_flops_per_second
 
 SHOWN = ("models", "clusters", "stacks", "keys", "rules", "schema", "schedule", "schedules")
+TITLES_FROM = 120
+"""Columns of a terminal from which the full name of an accelerator stands beside its short one."""
 SYNONYMS = {
     "presets": "models", "preset": "models", "gpus": "clusters", "machines": "clusters", "accelerators": "clusters",
     "trainers": "stacks", "frameworks": "stacks", "settings": "keys", "config": "keys",
@@ -37,7 +39,7 @@ def show(
 ) -> tuple[str, bool, bool]:  # fmt: skip
     """Show a run as it would be trained, with the source of every value; or a catalogue of models or machines.
 
-    Any setting can follow as a dotted flag:
+    Any setting can follow as a dotted flag (`ultrascale show keys` lists them):
 
         ultrascale show runs/tiny-llama-cpu.toml --resolved --layout.dp 2
 
@@ -227,7 +229,7 @@ def clusters_catalogue(word: str = "", *, as_json: bool, sources: bool) -> None:
         print_json(catalogue, "clusters", indent=2)
         return
     console = console_for_people()
-    console.print(_accelerators_table([*accelerators.values()]))
+    console.print(_accelerators_table([*accelerators.values()], with_titles=console.width >= TITLES_FROM))
     if nodes:
         console.print()
         console.print(_nodes_table(nodes))
@@ -241,13 +243,14 @@ def clusters_catalogue(word: str = "", *, as_json: bool, sources: bool) -> None:
     )
 
 
-def _accelerators_table(accelerators: list[Any]) -> Table:
-    columns = ("accelerator", "", "memory", "bandwidth", "16-bit peak", "reached", "watts", "$/h")
+def _accelerators_table(accelerators: list[Any], *, with_titles: bool) -> Table:
+    names = ("accelerator", "") if with_titles else ("accelerator",)
+    columns = (*names, "memory", "bandwidth", "16-bit peak", "reached", "watts", "$/h")
     table = plain_table(*columns, left=columns[:-2], whole=("accelerator",))
     for item in accelerators:
         rate, fraction, peaks = item.memory_bytes_per_second, item.matmul_fraction, item.peak_flops
         table.add_row(
-            item.name, item.title, format_bytes(item.memory_bytes.value),
+            item.name, *[item.title] * with_titles, format_bytes(item.memory_bytes.value),
             format_bytes_per_second(rate.value) if rate else "measured",
             format_flops_per_second(peaks["fp16"].value) if peaks else "measured",
             f"{fraction.value:.0%}" if fraction else "measured",

@@ -13,6 +13,9 @@ from ultrascale.data.files import DataCommandError
 from ultrascale.data.indexed import prefix_paths, read_header
 from ultrascale.data.preparing.verify import expect_whole
 
+OPENING_TOKENS = 64
+"""Tokens of the first document that are shown if nothing else is asked for."""
+
 
 def folder_facts(path: str | Path) -> dict[str, Any]:
     """Headers and counts, JSON-able. Raises DataError if a shard is missing or has the wrong size."""
@@ -59,6 +62,13 @@ def document_sample(path: str | Path, number: int) -> dict[str, Any]:
     except IndexError as error:
         raise DataCommandError(str(path), str(error).removeprefix(f"{path} "), "Choose a --document in that range.") from error
     return {"document": number, "tokens": len(ids), "ids": ids, "text": _decode(corpus, ids)}
+
+
+def opening(path: str | Path) -> dict[str, Any]:
+    """The first tokens of the first document, as `document_sample` gives a whole one."""
+    corpus = Corpus(path)
+    ids = corpus.document(0)[:OPENING_TOKENS].tolist()
+    return {"document": 0, "tokens": len(ids), "ids": ids, "text": _decode(corpus, ids)}
 
 
 def sequence_sample(path: str | Path, number: int, sequence_length: int) -> dict[str, Any]:

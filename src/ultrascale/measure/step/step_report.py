@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 WORDS = {
     "dp": "dp, exposed", "tp": "tp, exposed", "cp": "cp, exposed", "ep": "ep, exposed", "pp": "pp, exposed, and bubble",
-    EVERYBODY: "all ranks, for the last",
+    EVERYBODY: "wait for slowest rank",
 }  # fmt: skip
 COLOURS = {
     PRODUCTS: "#3b6fb6", ATTENTION: "#7fb2d9", "element-wise": "#4f9d69", "recomputation": "#a5d0a8", "optimizer": "#8b5fa8",

@@ -191,7 +191,7 @@ def _of_model(question: _Question) -> Reason | None:
     name, value, model = question.name, question.value, question.workload.model
     most = model.num_hidden_layers + EMBEDDING_AND_HEAD
     if name == "pp" and value > most:
-        rule = f"pp = {value} makes more stages than the {count_of(model.num_hidden_layers, 'layer')}"
+        rule = f"pp = {value} makes more stages than {count_of(model.num_hidden_layers, 'layer')}, embedding and head"
         return rule, f"Use pp = {most} or less."
     if name not in ("tp", "cp", "ep", "expert_tp"):
         return None
@@ -235,7 +235,7 @@ def _of_pipeline(question: _Question) -> Reason | None:
     if pp * value <= most:
         return None
     return (
-        f"pp {pp} x {value} = {pp * value} stages are more than the {count_of(layers, 'layer')}",
+        f"pp {pp} x {value} = {pp * value} stages are more than {count_of(layers, 'layer')}, embedding and head",
         f"Use {most // pp} or less.",
     )
 

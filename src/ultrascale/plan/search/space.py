@@ -257,13 +257,14 @@ def _pipeline(rules: _Rules, gpus: int, cp: int) -> Iterator[tuple[int, int, str
             pp_is_given = "pp" in rules.constraints
             most = layers + EMBEDDING_AND_HEAD
             family, remedy = (f"pp = {pp}", f"Use pp = {most} or less.") if pp_is_given else (f"pp > {most}", "")
-            rules.refuse(family, f"more stages than the {count_of(layers, 'layer')}", remedy)
+            rules.refuse(family, f"more stages than {count_of(layers, 'layer')}, embedding and head", remedy)
         else:
             yield from ((pp, chunks, schedule) for chunks, schedule in _schedules(rules, pp, can))
 
 
 def _schedules(rules: _Rules, pp: int, can: tuple[str, ...]) -> Iterator[tuple[int, str]]:
     layers = rules.model.num_hidden_layers
+    parts = f"{count_of(layers, 'layer')}, embedding and head"
     for schedule in rules.choose("schedule", [name for name in can if not SCHEDULES[name].inferior_to]):
         if schedule not in can:
             rules.refuse(f"schedule {schedule}", f"{rules.stack.name} has {', '.join(can)}")
@@ -272,7 +273,7 @@ def _schedules(rules: _Rules, pp: int, can: tuple[str, ...]) -> Iterator[tuple[i
         else:
             for chunks in _chunks(rules, schedule, pp):
                 if pp * chunks > layers + EMBEDDING_AND_HEAD:
-                    rules.refuse(schedule, f"pp x {chunks} stages are more than the {count_of(layers, 'layer')}")
+                    rules.refuse(schedule, f"pp x {chunks} stages are more than {parts}")
                 elif not rules.can.cuts(layers, pp * chunks):
                     rules.refuse(schedule, f"{rules.stack.name} does not cut {layers} layers so")
                 elif rules.stack.stage_cut == "by-share" and (wrong := cannot_run(rules.model, pp)):

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from ultrascale.description.architecture.weights import num_parameters
 from ultrascale.description.layout import Layout
-from ultrascale.description.units import format_bytes, format_count, format_flops_per_second, format_seconds
+from ultrascale.description.units import format_bytes, format_count, format_flops_per_second, format_hours, format_seconds
 from ultrascale.plan.costs.budget import bought, parse_budget, tokens_to_train
 from ultrascale.plan.costs.cost import cost
 from ultrascale.plan.costs.stops import SPARES_SUFFICE, Stops, stops
@@ -56,6 +56,8 @@ KINDS = {
 }
 BAR_WIDTH = 72
 PART_WIDTH = 16
+BARS_FROM = 80
+"""Columns of a terminal from which a bar stands beside each part: below them the notes need its room."""
 WATERFALL_WIDTH = 40
 MOST_STAGES = 16
 """Most stages of a pipeline whose numbers of blocks are listed one by one."""
@@ -113,7 +115,7 @@ def show_plan(
     for note in notes(plan, result):
         console.print(Text(note, style="yellow"))
     console.print()
-    console.print(_memory(plan))
+    console.print(_memory(plan, console.width))
     console.print()
     if plan.islands is not None:
         console.print(_islands(plan.islands))
@@ -150,11 +152,11 @@ def _show_briefly(plan: RunPlan, console: Console, tokens: int | None, budget: s
         console.print(Text(note, style="yellow"))
 
 
-def _memory(plan: RunPlan) -> RenderableType:
-    """A bar, the verdict, and live memory at the peak."""
+def _memory(plan: RunPlan, width: int) -> RenderableType:
+    """A bar, the verdict, and live memory at the peak, in `width` columns."""
     parts = _device_parts(plan)
-    header = [_bar(plan, parts), _verdict(plan), Text()]
-    return Group(*header, _parts(plan, plan.memory, parts), _per_block(plan.memory))
+    header = [_bar(plan, parts, min(width, BAR_WIDTH)), _verdict(plan), Text()]
+    return Group(*header, _parts(plan, plan.memory, parts, bars=width >= BARS_FROM), _per_block(plan.memory))
 
 
 def _device_parts(plan: RunPlan) -> dict[str, int]:
@@ -166,11 +168,12 @@ def _device_parts(plan: RunPlan) -> dict[str, int]:
     return parts | {"reserve": max(0, plan.needed_bytes - outside - sum(parts.values())), "outside": outside}
 
 
-def _parts_table(phase: str, label_width: int) -> Table:
+def _parts_table(phase: str, label_width: int, *, bars: bool) -> Table:
     table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
-    table.add_column("at the peak", no_wrap=True, min_width=label_width)
-    table.add_column(phase, justify="right", no_wrap=True, min_width=len("1023 MiB"))
-    table.add_column("", no_wrap=True, min_width=PART_WIDTH)
+    table.add_column(f"peak memory, {phase}", no_wrap=True, min_width=label_width)
+    table.add_column("", justify="right", no_wrap=True, min_width=len("1023 MiB"))
+    if bars:
+        table.add_column("", no_wrap=True, min_width=PART_WIDTH)
     table.add_column("", style="dim")
     return table
 
@@ -182,10 +185,10 @@ def _part_bar(num_bytes: int, largest: int, color: str) -> Text:
 def waterfall(prediction: Prediction) -> Table:
     """Waterfall of a step's time: bars that end where the next begins."""
     table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
-    table.add_column("of a step", no_wrap=True, min_width=18)
+    table.add_column("time of a step", no_wrap=True, min_width=18)
     table.add_column("", justify="right", no_wrap=True, min_width=len("12.3 ms"))
-    table.add_column("", justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True, min_width=WATERFALL_WIDTH)
+    table.add_column("", justify="right", no_wrap=True, min_width=len("97.5%"))
+    table.add_column("", no_wrap=True, overflow="crop")
     done = 0.0
     for name, seconds in prediction.waterfall.items():
         start, end = (round(edge / prediction.step_seconds * WATERFALL_WIDTH) for edge in (done, done + seconds))
@@ -234,7 +237,7 @@ def _headline(plan: RunPlan) -> Text:
     title.append(f"  {format_count(num_parameters(run.model))} parameters", style="")
     title.append(f"  on {layout.world_size} x {', '.join([cluster.accelerator.title, *filter(None, nodes)])}\n", style="")
     tokens = run.batch.sequences_per_batch * run.batch.sequence_length
-    masked = "masked" if run.data.document_mask else "not masked"
+    masked = "intra-document masking" if run.data.document_mask else "attention across documents"
     count = plan.num_micro_batches
     micro_batches = f"{count} micro-batch{'' if count == 1 else 'es'}"
     noun = "rank" if layout.world_size == layout.dp else "replica"
@@ -243,7 +246,7 @@ def _headline(plan: RunPlan) -> Text:
     title.append(
         f"{_parallelism_words(layout)}{layout.precision}, {_zero_words(layout)}, {_recompute_words(layout)}{trainer}\n"
         f"a step is {format_count(tokens)} tokens: {layout.dp} {noun}{'' if layout.dp == 1 else 's'} "
-        f"x {micro_batches} x {layout.micro_batch_size} x {run.batch.sequence_length}, documents {masked}"
+        f"x {micro_batches} x {layout.micro_batch_size} x {run.batch.sequence_length}, {masked}"
         f"{_stages(plan)}",
         style="dim",
     )
@@ -292,17 +295,17 @@ def _recompute_words(layout: Layout) -> str:
     return f"recompute {', '.join(layout.recompute_blocks) or layout.recompute}{every}"
 
 
-def _bar(plan: RunPlan, parts: Mapping[str, int]) -> Text:
+def _bar(plan: RunPlan, parts: Mapping[str, int], columns: int) -> Text:
     """The device's memory as one line: parts, headroom, and the reserve that must stay free."""
     whole = max(plan.capacity_bytes, sum(parts.values()) + plan.reserve_bytes)
     bar, used = Text(), 0
     for category, num_bytes in parts.items():
-        width = round((used + num_bytes) / whole * BAR_WIDTH) - round(used / whole * BAR_WIDTH)
+        width = round((used + num_bytes) / whole * columns) - round(used / whole * columns)
         used += num_bytes
         bar.append("█" * width, style=(PARTS | FOOTPRINT)[category][1])
-    kept_free = round(plan.reserve_bytes / whole * BAR_WIDTH)
-    bar.append("·" * max(0, BAR_WIDTH - len(bar) - kept_free), style="dim")
-    bar.append("░" * (BAR_WIDTH - len(bar)), style="dim")
+    kept_free = round(plan.reserve_bytes / whole * columns)
+    bar.append("·" * max(0, columns - len(bar) - kept_free), style="dim")
+    bar.append("░" * (columns - len(bar)), style="dim")
     return bar
 
 
@@ -336,9 +339,9 @@ def _reserve_text(plan: RunPlan) -> str:
     return f"{reserve} must stay free for what a plan cannot count: {uncounted}{shared}"
 
 
-def _parts(plan: RunPlan, memory: MemoryPlan, parts: Mapping[str, int]) -> Table:
+def _parts(plan: RunPlan, memory: MemoryPlan, parts: Mapping[str, int], *, bars: bool) -> Table:
     """Table of the simulated memory at the peak, the parts of each category, and memory in addition to it."""
-    table = _parts_table(memory.peak.phase, max(map(len, KINDS.values())) + 2)
+    table = _parts_table(memory.peak.phase, max(map(len, KINDS.values())) + 2, bars=bars)
     words = state_words(plan.run.model, plan.run.layout, plan.stack)
     largest = max(parts.values())
     for category, num_bytes in parts.items():
@@ -350,7 +353,8 @@ def _parts(plan: RunPlan, memory: MemoryPlan, parts: Mapping[str, int]) -> Table
             labels = {label: n for (of, label), n in memory.peak.by_label.items() if of == category}
             note = "" if inside else max(labels, key=labels.__getitem__, default=note)
         words_beside = words.get(category, note)
-        table.add_row(name, format_bytes(num_bytes), _part_bar(num_bytes, largest, color), words_beside)
+        drawn = (_part_bar(num_bytes, largest, color),) if bars else ()
+        table.add_row(name, format_bytes(num_bytes), *drawn, words_beside)
         for label, part in inside:
             table.add_row(f"  {KINDS.get(label, label)}", format_bytes(part), style="dim")
     table.add_row("total", format_bytes(sum(parts.values())), style="bold")
@@ -400,7 +404,7 @@ def _speed(plan: RunPlan, prediction: Prediction, tokens: int | None, budget: st
         table.add_row(
             "training", format_seconds(training.seconds), f"on {format_count(goal)} tokens{why}, without interruptions"
         )
-        table.add_row("", f"{training.gpu_hours:,.0f}", f"GPU hours{training.words}")
+        table.add_row("", format_hours(training.gpu_hours), f"GPU hours{training.words}")
         failures, measured = stops(prediction.workload), prediction.workload.save_seconds is not None
         for row in _failures(failures, training.seconds, measured=measured, brief=brief):
             table.add_row(*row)

@@ -264,16 +264,13 @@ def _better_clusters_table(better_clusters: Sequence[tuple[Cluster, Prediction]]
 
 
 def _refused_table(result: SearchResult) -> Table:
-    table = _table("", "", "cuts")
+    table = _table("", "", "combinations")
     table.columns[1].justify, table.columns[1].no_wrap = "left", False
     refused = result.refused
     for refusal in refused[:MAX_REFUSED]:
         table.add_row(refusal.family, refusal.reason, f"{refusal.count:,}")
     if len(refused) > MAX_REFUSED:
-        unlisted = refused[MAX_REFUSED:]
-        table.add_row(
-            "others", f"{len(unlisted)} more families (--json lists them)", f"{sum(refusal.count for refusal in unlisted):,}"
-        )
+        table.add_row("others", "--json lists them", f"{sum(refusal.count for refusal in refused[MAX_REFUSED:]):,}")
     priced = result.priced
     too_large, unfit = int(priced.too_large.sum()), int((~priced.too_large & ~priced.too_slow & ~priced.fits).sum())
     table.add_row("too large", "weights, gradients and optimizer state alone are more than a GPU", f"{too_large:,} layouts")

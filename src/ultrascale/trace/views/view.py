@@ -30,17 +30,17 @@ def show_trace(
     layout = trace.layout
     traced, count = trace.micro_batches
     console.print(
-        f"[bold]{trace.model.name or trace.model.model_type}[/bold], rank {trace.rank} of {layout.world_size} as on "
+        f"[bold]{trace.model.name or trace.model.model_type}[/bold], rank {trace.rank} of {layout.world_size}, as if on "
         f"{trace.device}: step {step + 1}, {count_of(count, 'micro-batch')}"
-        + ("" if traced == count else f", of which {traced} are traced (those between are alike)")
+        + ("" if traced == count else f"; {traced} are traced, the others repeat one of them")
         + ("; experts are chosen equally often" if trace.model.num_experts else "")
         + (f"; {trace.documents} in each sequence" if trace.documents else ""),
         soft_wrap=True,
     )
     mark = next((m for m in reversed(trace.marks) if m.tick <= trace.changes[trace.peak_at(step)][0]), None)
-    where = "" if mark is None else f"in {mark.action or mark.phase} "
-    alive = format_bytes(trace.peak_bytes(step))
-    console.print(f"peak {where}with {alive} alive; torch's allocator would reserve {format_bytes(reserved)}\n")
+    where = "" if mark is None else f" in {mark.action or mark.phase}"
+    live = format_bytes(trace.peak_bytes(step))
+    console.print(f"peak: {live} live{where}; torch's CUDA allocator would reserve {format_bytes(reserved)}\n")
     if comparison.memory[-1].planned is None:
         console.print("of one step alone there is no plan to compare with: a step differs from the first one\n")
     by_messages = any(row.planned and row.planned.count and not row.traced.count for row in comparison.traffic)
@@ -73,11 +73,11 @@ def show_stages(peaks: list[StagePeak], console: Console) -> None:
 
 def show_parts(parts: list[Part], edits: list[Edit], total: int, console: Console) -> None:
     """Prints the largest parts at the peak, and the changes that would help."""
-    table = _table("alive at the peak", "of", "storages", "bytes", "share", right=(2, 3, 4))
+    table = _table("live at the peak", "of", "storages", "bytes", "share", right=(2, 3, 4))
     for part in parts:
         what = part.what if not part.line else f"{part.what}  {part.line}"
         table.add_row(
-            what, part.category, str(part.count), format_bytes(part.num_bytes), f"{100 * part.num_bytes / total:.1f} %"
+            what, part.category, str(part.count), format_bytes(part.num_bytes), f"{100 * part.num_bytes / total:.1f}%"
         )
     console.print()
     console.print(table)
@@ -90,7 +90,7 @@ def show_parts(parts: list[Part], edits: list[Edit], total: int, console: Consol
         console.print(does if edits[0].fits else f"{does}, and does not either: take more devices, or shorter sequences")
     table = _table("change", "the fullest rank then needs", "saves", "fits", "step", right=(1, 2, 4))
     for edit in edits:
-        slower, fits = "" if edit.slower is None else f"{100 * edit.slower:+.0f} %", "yes" if edit.fits else "no"
+        slower, fits = "" if edit.slower is None else f"{100 * edit.slower:+.0f}%", "yes" if edit.fits else "no"
         table.add_row(edit.setting, format_bytes(edit.needed_bytes), format_bytes(edit.saved_bytes), fits, slower)
     console.print(table)
 
@@ -134,7 +134,8 @@ def _flops_table(trace: RankTrace, comparison: Comparison, step: int) -> Table:
         row = _of(trace, step, op)
         table.add_row(op, *map(format_count, row), format_count(sum(row)), "")
     for row in comparison.flops:
-        table.add_row(row.name, "", "", "", format_count(row.traced), _count(row), style="bold")
+        name = "matrix products" if row.name == "products" else row.name
+        table.add_row(name, "", "", "", format_count(row.traced), _count(row), style="bold")
     return table
 
 

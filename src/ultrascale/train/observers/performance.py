@@ -170,5 +170,5 @@ class Performance(LoopObserver):
 
 def _memory_line(row: Difference) -> str:
     measured = "" if row.measured_bytes is None else f"measured {format_bytes(row.measured_bytes):>10}"
-    difference = "" if row.percent is None else f"difference {round(row.percent, 1) + 0.0:.1f} % of the peak"
+    difference = "" if row.percent is None else f"difference {round(row.percent, 1) + 0.0:.1f}% of the peak"
     return f"memory  {row.name:<14} planned {format_bytes(row.planned_bytes):>10}  {measured}  {difference}".rstrip()

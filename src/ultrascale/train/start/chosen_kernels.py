@@ -73,8 +73,8 @@ def _attention(run: Run, ranks: Ranks, previous: Verdict | None) -> Verdict:
     wanted = core_requirements(run, ranks.device.type)
     core = run.layout.attention
     if core == "auto" and ranks.device.type == "cpu":
-        core_name = "torch's flash attention for the CPU" + ", under a mask" * wanted.is_masked
-        return Verdict("attention", "sdpa", f'{core_name} (timed only with layout.attention = "fastest")')
+        core_name = "PyTorch's flash attention for CPUs" + ", masked" * wanted.is_masked
+        return Verdict("attention", "sdpa", f'{core_name}; layout.attention = "fastest" times it against others')
     if core not in ("auto", "fastest"):
         if reason := unsupported_reason(core, wanted) or not_importable(core):
             raise mistake("layout.attention", f'"{core}" {reason}', "Leave it out.")
@@ -105,7 +105,7 @@ def _fused(run: Run, ranks: Ranks, previous: dict[str, Verdict]) -> dict[str, Ve
     kernels = (*kernels, *update_of(run))
     reason = "the compiler fuses them" if run.compile and not kernels else ""
     if ranks.device.type == "cpu":
-        reason = "PyTorch's operations, the only ones for the CPU"
+        reason = "PyTorch's own operations, the only choice on a CPU"
     elif run.layout.precision == "fp64":
         reason = "the only ones in fp64"
     if reason:

@@ -82,7 +82,7 @@ class DataCheck(LoopObserver):
         if not self.corpora:
             return warnings
         if self.is_small:
-            return [f"data: all {format_bytes(self.total_bytes)} read and compared with the checksums kept", *warnings]
+            return [f"data: all {format_bytes(self.total_bytes)} read; checksums match those of data prepare", *warnings]
         size = format_bytes(min(self.num_sampled, MOST_SAMPLED * self.ranks.world) * 2 * BLOCKS * BLOCK_BYTES)
         phrase = f"data: {size} of {format_bytes(self.total_bytes)} compared with the manifests, in {2 * BLOCKS} blocks a shard"
         return [f"{phrase}; all of it is read and compared meanwhile", *warnings]
@@ -132,11 +132,11 @@ class DataCheck(LoopObserver):
         self._began = time.monotonic()
         try:
             self._expect_all(self._after_block)
-            self._messages.append(f"data: {self._read()} and compared with the checksums kept")
+            self._messages.append(f"data: {self._read()}; checksums match those of data prepare")
         except _StoppedError:
             self._messages.append(f"data: no more than {self._read()} when the run ended")
         except OSError as error:  # if the error persists, the loader's read ends the run
-            self._messages.append(f"warning: data are no longer compared with the checksums kept: {error}")
+            self._messages.append(f"warning: the check of the data's checksums has stopped: {error}")
         except DataError as error:
             self._problem = error
             if not self.allow_changes:
