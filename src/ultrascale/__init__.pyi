@@ -366,7 +366,7 @@ def report(
 ) -> Report:
     """Summarize a run's folder, and draw its plots into FOLDER/plots: `report("out/first")`.
 
-    Needs matplotlib. Raises SpecError if the folder is not a run's.
+    Needs matplotlib. Raises SpecError if the folder is not a run's. Where it cannot be written, the report has no pictures.
 
     Args:
         html: Write the report with its charts to one self-contained HTML file.
