@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from ultrascale.catalogue.cluster import parse_cluster
+from ultrascale.catalogue.cluster import Accelerator, parse_cluster
 from ultrascale.catalogue.machines import ACCELERATORS, NODES
 from ultrascale.catalogue.models.model_presets import preset
 from ultrascale.cli.main import main
 from ultrascale.description.layout import Layout
 from ultrascale.description.problems import SpecError
 from ultrascale.plan.laws.devices import matmul_curve, power_slowdown, relative_of
-from ultrascale.plan.time.price import predict
+from ultrascale.plan.time.price import half_precision_peak, predict
 from ultrascale.plan.workload import Workload
 
 DGX = """
@@ -52,13 +52,27 @@ def test_a_slower_network_fewer_cards_and_thin_switches_cost_time(tmp_path):
     assert all(_seconds(f"16x{file}") > 1.02 * usual for file in (slow, thin, reached))
 
 
-def test_an_accelerator_with_less_power_is_slower_and_one_with_the_same_power_per_flop_is_not(tmp_path):
+def _own(tmp_path: Path, table: str) -> Accelerator:
+    return parse_cluster(f"4x{_file(tmp_path, DGX.replace(chr(34) + 'h100' + chr(34), table))}").accelerator
+
+
+def test_an_accelerator_with_less_power_is_slower(tmp_path):
     text = DGX.replace('"h100"', '{ like = "h100", name = "limited", watts = 350 }')
     assert _seconds(f"16x{_file(tmp_path, text)}") > 1.2 * _seconds("16xdgx-h100")
-    doubled = '{ like = "gb300", name = "next", tflops = { bf16 = 5000 } }'
-    own = parse_cluster(f"4x{_file(tmp_path, DGX.replace(chr(34) + 'h100' + chr(34), doubled))}").accelerator
-    both = own, ACCELERATORS["gb300"]
-    assert own.watts.value == pytest.approx(2 * 1400) and power_slowdown(both[0]) == pytest.approx(power_slowdown(both[1]))
+    measured = _own(tmp_path, '{ like = "h100", name = "limited", watts = 350, matmul_fraction = 0.5 }')
+    assert power_slowdown(measured) == 1  # what large GEMMs reach already tells
+
+
+@pytest.mark.parametrize(
+    ("like", "dtype", "ratio"),
+    [("gb300", "bf16", 2), ("h100-sxm", "fp16", 2), ("v100-32", "bf16", 2), ("v100-32", "fp16", 0.5)],
+)
+def test_an_accelerator_with_other_peaks_has_as_much_power_for_a_flop(tmp_path, like: str, dtype, ratio):
+    base = ACCELERATORS[like]
+    peak = ratio * half_precision_peak(base) / 1e12
+    own = _own(tmp_path, f'{{ like = "{like}", name = "next", tflops = {{ {dtype} = {peak} }} }}')
+    assert own.watts and base.watts and own.watts.value == pytest.approx(ratio * base.watts.value)
+    assert power_slowdown(own) == pytest.approx(power_slowdown(base))
 
 
 def test_an_accelerator_of_ones_own_keeps_the_law_of_what_it_is_like(tmp_path):

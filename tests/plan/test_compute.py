@@ -336,7 +336,12 @@ def test_accelerators_of_amd_reach_what_a_sweep_of_products_reached(name, reache
 
 def test_a_device_of_ones_own_is_priced_from_its_peaks():
     own = replace(
-        H100, name="home-made", law="h200", peak_flops={"bf16": Sourced(1500e12, "here", "2026")}, matmul_fraction=None
+        H100,
+        name="home-made",
+        law="h200",
+        same_chip=False,
+        peak_flops={"bf16": Sourced(1500e12, "here", "2026")},
+        matmul_fraction=None,
     )
     assert 0.6 < tflops(own, 8192, 8192, 8192) / 1500 < 0.85
 

@@ -255,6 +255,11 @@ def test_deepspeed_casts_the_gradients_that_a_rank_updates_to_fp32(zero, dp: int
     with_copies = footprint(LLAMA, layout, stack="deepspeed", length=256, micro_batches=1)  # an update needs most
     updated = num_parameters(LLAMA) / (dp if zero else 1)
     assert with_copies.categories["buffers"] == pytest.approx(4 * min(updated, 1e9 if zero == 3 else updated), rel=0.01)
+    in_host = replace(layout, offload_optimizer=True)
+    without = footprint(LLAMA, in_host, stack="deepspeed", length=256, micro_batches=1)
+    assert without.categories["buffers"] < 0.6 * with_copies.categories["buffers"]
+    played = plan_memory(LLAMA, in_host, sequence_length=256, sequences_per_batch=dp, stack=STACKS["deepspeed"])
+    assert without.allocated == pytest.approx(played.peak.total, rel=0.05)
 
 
 @pytest.mark.parametrize(("zero", "expected"), [(0, 6), (1, 6), (2, 4 / 8)])

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import tomllib
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 
+import ultrascale as us
 from ultrascale.catalogue.stacks.stack import OPTIMIZERS, Stack
 from ultrascale.catalogue.stacks.stack_files import (
     STACKS,
@@ -130,3 +131,21 @@ def test_stacks_are_shown_with_their_sources(capsys) -> None:
 def test_no_gradient_is_sent_wider_than_deepspeed_keeps_it() -> None:
     deepspeed = STACKS["deepspeed"]
     assert deepspeed.reduce_bytes == deepspeed.gradient_bytes == 2
+
+
+def test_a_plan_takes_what_a_trainer_does_in_one_precision_alone():
+    """BLOOM's optimizer is that of bf16; in fp16 it was DeepSpeed's."""
+    settings: dict[str, Any] = {
+        "zero_stage": 1,
+        "dp": 8,
+        "recompute": "full",
+        "micro_batch_size": 1,
+        "stack": "megatron-deepspeed",
+    }
+    found = {
+        precision: us.plan("llama-2-7b", "8xa100", precision=precision, **settings).chosen.stack.gradient_bytes
+        for precision in ("bf16", "fp16")
+    }
+    assert found == {"bf16": 4, "fp16": 2}
+    stated = us.plan("llama-2-7b", "8xa100", precision="fp16", **settings, **{"stack.gradient_bytes": 4})
+    assert stated.chosen.stack.gradient_bytes == 4

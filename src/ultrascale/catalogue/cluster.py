@@ -72,7 +72,7 @@ class Accelerator:
     law: str = ""
     """Accelerator whose measured laws of computing it uses with its own peaks; empty: its own."""
     same_chip: bool = False
-    """True if it is the chip of `law` at another power limit, which large GEMMs reach."""
+    """True if it is the chip of its law, whose large GEMMs are slowed by the ratio of their power limits."""
     cores: int | None = None
     """CPU cores of the machine, for `cpu`."""
     like: str = ""

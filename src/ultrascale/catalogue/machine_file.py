@@ -90,6 +90,11 @@ def read_machine(path: Path, count: int, text: str) -> Cluster:
     return Cluster(text, node, count * node.num_accelerators, spine)
 
 
+def _peak(peaks: Mapping[str, Sourced]) -> float | None:
+    """Peak of the dtype that most computing is in."""
+    return next((peaks[dtype].value for dtype in ("bf16", "fp16", "fp32") if dtype in peaks), None)
+
+
 @dataclass
 class _Reader:
     """Reads the tables of one file, and collects their problems."""
@@ -158,10 +163,16 @@ class _Reader:
                 changes[fields.get(key, key)] = self._sourced(value * scale)
         if rates:
             changes["peak_flops"] = {dtype: self._sourced(rate * TERA) for dtype, rate in rates.items() if rate is not None}
-        if rates.get("bf16") and base.watts:
-            changes.setdefault("watts", self._sourced(base.watts.value * rates["bf16"] * TERA / base.peak_flops["bf16"].value))
+            changes = self._power(base, changes) | changes
+        if "matmul_fraction" in changes:  # what large GEMMs reach, at the power that there is
+            changes["same_chip"] = False
         title = self._text(table, "accelerator.title", needed=False) or name
         return replace(base, name=name, title=title, like=self._relative, **changes)
+
+    def _power(self, base: Accelerator, changes: Mapping[str, Any]) -> dict[str, Any]:
+        """Watts of a device with other peaks: as many FLOPs per joule as `base`."""
+        mine, theirs = map(_peak, (changes["peak_flops"], base.peak_flops))
+        return {"watts": self._sourced(base.watts.value * mine / theirs)} if base.watts and mine and theirs else {}
 
     def _link(self, table: Mapping[str, Any], key: str, rate_key: str, scale: float) -> Link | None:
         name = self._text(table, f"{key}.name")

@@ -32,7 +32,7 @@ def _accelerator(name: str, entry: Entry) -> Accelerator:
         entry.sourced("dollars_per_hour"),
         entry.get("multiprocessors", int),
         entry.get("law", str, ""),
-        bool(entry.values.get("same_chip")),
+        "law" not in entry.values or bool(entry.values.get("same_chip")),
     )
 
 

@@ -36,7 +36,7 @@ from ultrascale.api.planning.run_of import (
 )
 from ultrascale.catalogue.cluster import Cluster, parse_cluster
 from ultrascale.catalogue.stacks.stack import Stack, with_optimizer
-from ultrascale.catalogue.stacks.stack_files import changed_stack
+from ultrascale.catalogue.stacks.stack_files import changed_stack, in_precision
 from ultrascale.config.layers import read_flags
 from ultrascale.config.resolve import resolve, to_toml
 from ultrascale.description.problems import SpecError, mistake
@@ -122,6 +122,8 @@ def _answer(request: PlanRequest, report: Callable[[str], None]) -> Plan:
         files = f"names {len(options.run)} files: {', '.join(options.run)}"
         raise mistake("run", files, "Plan one at a time.")
     stack = changed_stack(options.stack, dict(request.stack))
+    if options.precision is not None:
+        stack = in_precision(stack, options.precision, dict(request.stack))
     if options.optimizer is not None:
         stack = with_optimizer(stack, options.optimizer)
     refuse_conflicts(request)
@@ -150,7 +152,7 @@ def _plan_of_file(request: PlanRequest, stack: Stack) -> Plan:
     count = parse_cluster(options.gpus or "").num_accelerators if fills_machines(options, settings) else None
     words, defaults = [*overrides(options), *settings], mask_default(options)
     run = resolve(options.file, words, defaults=defaults, processes=count, processes_flag="--gpus").run
-    cluster = cluster_of(run)
+    cluster, stack = cluster_of(run), in_precision(stack, run.layout.precision, dict(request.stack))
     refuse_imbalance(options, run.model)
     if cluster.accelerator.measured_at_run_time:
         refuse_on_measured_device(request)

@@ -14,7 +14,7 @@ writes              framework whose settings `--print-flags` prints
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -267,6 +267,12 @@ def changed_stack(name: str, settings: Mapping[str, Any]) -> Stack:
         remedy = "Name another trainer with --stack, or leave it out: ours has its settings in the run's file."
         raise SpecError([Problem(f"stack.{key}", "is a setting of other trainers' stacks", remedy) for key in settings])
     return with_settings(stack, settings)
+
+
+def in_precision(stack: Stack, precision: str, stated: Collection[str]) -> Stack:
+    """The stack with the settings that its file has for runs in this precision, except those `stated` and those still open."""
+    ways = stack_file(stack.name).usual.settings_in.get(precision, {})
+    return with_settings(stack, {key: way[0] for key, way in ways.items() if len(way) == 1 and key not in stated})
 
 
 def changed_settings(stack: Stack) -> dict[str, Any]:

@@ -60,14 +60,15 @@ def rank_moments(
     workload: Workload, table: LayoutTable, state: RankState, parts: RankActivations, micro_batches: NDArray[np.int64]
 ) -> list[Moment]:
     """Memory at each of `MOMENTS`."""
+    room = _optimizer_room(workload, table, state)
     if not state.gathers.any():
-        return _whole_moments(workload, state, parts)
-    buckets = _bucket_moments(workload, _fsdp(workload, table, state, parts, micro_batches), state, parts)
+        return _whole_moments(state, parts, room)
+    buckets = _bucket_moments(workload, _fsdp(workload, table, state, parts, micro_batches), state, parts, room)
     if state.gathers.all():
         return buckets
     return [
         Moment(*(np.where(state.gathers, ours, theirs) for ours, theirs in zip(bucketed, whole, strict=True)))
-        for bucketed, whole in zip(buckets, _whole_moments(workload, state, parts), strict=True)
+        for bucketed, whole in zip(buckets, _whole_moments(state, parts, room), strict=True)
     ]
 
 
@@ -78,18 +79,19 @@ def _passes(parts: RankActivations) -> list[Floats]:
     return [*most.values(), NOTHING]
 
 
-def _whole_moments(workload: Workload, state: RankState, parts: RankActivations) -> list[Moment]:
+def _whole_moments(state: RankState, parts: RankActivations, room: Floats) -> list[Moment]:
     """Memory at each of `MOMENTS` for unsharded parameters and gradients: Megatron, nanotron, plain DDP."""
     moments = [Moment(activations, NOTHING, state.gradients, NOTHING, NOTHING) for activations in _passes(parts)]
-    return [*moments[:-1], moments[-1]._replace(gradients=state.late_gradients, buffers=_optimizer_room(workload, state))]
+    return [*moments[:-1], moments[-1]._replace(gradients=state.late_gradients, buffers=room)]
 
 
-def _optimizer_room(workload: Workload, state: RankState) -> Floats:
+def _optimizer_room(workload: Workload, table: LayoutTable, state: RankState) -> Floats:
     """Bytes of temporary copies that a multi-tensor optimizer makes."""
     stack, updated = workload.stack, (state.blocks + state.root) / state.shard
     if stack.updated_together:
         updated = np.where(state.keeps, updated, np.minimum(updated, stack.updated_together))
-    return stack.optimizer_temporary_bytes * updated
+    in_host = (table.offload_optimizer > 0) & (stack.name != "ultrascale")
+    return np.where(in_host, 0.0, stack.optimizer_temporary_bytes * updated)
 
 
 class _Fsdp(NamedTuple):
@@ -236,7 +238,7 @@ def _fsdp(
     )
 
 
-def _bucket_moments(workload: Workload, fsdp: _Fsdp, state: RankState, parts: RankActivations) -> list[Moment]:
+def _bucket_moments(workload: Workload, fsdp: _Fsdp, state: RankState, parts: RankActivations, room: Floats) -> list[Moment]:
     """Memory at each of `MOMENTS` for FSDP, which gathers and reduces bucket by bucket (`plan.memory.sharding`)."""
     f = fsdp
     live = _highest_activations(f, parts)
@@ -282,7 +284,7 @@ def _bucket_moments(workload: Workload, fsdp: _Fsdp, state: RankState, parts: Ra
         Moment(live["input first"], at_work, early + pending["input first"], ahead, old + ahead),
         Moment(live["weights first"], outside, early + pending["weights first"], NOTHING, old),
         Moment(live["weights last"], outside, early + f.narrow_stage + pending["weights last"], f.reduce_bucket, old),
-        Moment(NOTHING, np.where(state.alone, f.all_parameters, 0.0), state.late_gradients, _optimizer_room(workload, state),
+        Moment(NOTHING, np.where(state.alone, f.all_parameters, 0.0), state.late_gradients, room,
                sharded * state.late_gradients),
     ]  # fmt: skip
     if not workload.stack.joins_segments:

@@ -84,7 +84,7 @@ def power_slowdown(accelerator: Accelerator) -> float:
     """Factor by which the power limit slows GEMMs and attention of a device with the chip of its relative, by their peak FLOPs
     per joule; 1 for other chips. More power than the relative's can at most undo the slowdown in the relative's law."""
     relative = ACCELERATORS[relative_of(accelerator)]
-    if not (accelerator.same_chip or accelerator.kind == relative.name) or not accelerator.watts or not relative.watts:
+    if not accelerator.same_chip or not accelerator.watts or not relative.watts:
         return 1.0
     ratio = _peak(accelerator, "bf16") / _peak(relative, "bf16") * relative.watts.value / accelerator.watts.value
     return max(ratio**POWER_EXPONENT, 1 / (1 + MATMUL[relative.name, "bf16"].power))

@@ -264,6 +264,8 @@ class Shards:
     def update_bytes(self, optimizer: str, device: str) -> int:
         """Peak of temporary bytes in an update; Muon's are in `plan.memory.muon_update`."""
         if self.stack.name != "ultrascale":
+            if self.layout.offload_optimizer:
+                return 0
             updated = sum(map(self.shard_elements, self.buckets))
             if self.layout.zero_stage == 3 and self.stack.updated_together:
                 updated = min(updated, self.stack.updated_together)
