@@ -229,10 +229,10 @@ class RunFolder:
         self.write_text(name, json.dumps(value, indent=1) + "\n")
 
     def read_json(self, name: str) -> Any:
-        """A JSON file of the folder; None if it is missing or truncated."""
+        """A JSON file of the folder; None if it is missing or damaged."""
         try:
             return json.loads((self.path / name).read_text())
-        except (OSError, json.JSONDecodeError):
+        except (OSError, ValueError, RecursionError):
             return None
 
     def append(self, name: str, line: str) -> None:
