@@ -35,6 +35,7 @@ from ultrascale.launch.forked import RankFailed
 from ultrascale.launch.restarts import account_of
 from ultrascale.parallel.share import Share
 from ultrascale.train.corpora import build_loader
+from ultrascale.train.session import begin
 
 LAYOUTS = {
     "one process": Layout(micro_batch_size=2),
@@ -156,6 +157,16 @@ def test_versions_that_changed_since_the_last_start_are_said(home):
     train_here(run)
     told = (home / "small" / "log.txt").read_text().splitlines()
     assert [line for line in told if "(was " in line] == [f"torch: {now['torch']} (was 2.0.1)"]
+
+
+@pytest.mark.parametrize("before", [{}, {"device": "NVIDIA H100", "cuda": "12.8"}], ids=["CPU", "GPU"])
+@pytest.mark.parametrize("now", [{}, {"device": "NVIDIA H200", "cuda": "12.8"}], ids=["CPU", "GPU"])
+def test_a_gpu_that_came_went_or_changed_since_the_last_start_is_said(before, now):
+    keys = [key for key in ("cuda", "device") if before.get(key) != now.get(key)]
+    told = [f"{key}: {now.get(key, 'none')} (was {before.get(key, 'none')})" for key in keys]
+    versions = {"ultrascale": "1.0", "python": "3.12.1", "torch": "2.12.1"}
+    assert begin._changed_versions(versions | before, versions | now) == told
+    assert begin._changed_versions(None, versions | now) == begin._changed_versions({}, versions | now) == []
 
 
 @pytest.mark.catalogue(13, 46)

@@ -158,9 +158,12 @@ def _write_start(trainer: Trainer, folder: RunFolder, metrics: Metrics, newest: 
 
 
 def _changed_versions(before: Any, now: dict[str, Any]) -> list[str]:
-    """Versions that the run did not have at its last start, as `torch: 2.13.0 (was 2.12.1)`; `before`: its environment.json."""
-    known = before if isinstance(before, dict) else {}
-    return [f"{key}: {now.get(key)} (was {known[key]})" for key in VERSIONS if key in known and known[key] != now.get(key)]
+    """Versions that the run did not have at its last start, as `torch: 2.13.0 (was 2.12.1)`; `before`: its environment.json,
+    which has no device if the run trained on CPUs."""
+    if not isinstance(before, dict) or not before:
+        return []
+    versions = ((key, now.get(key) or "none", before.get(key) or "none") for key in VERSIONS)
+    return [f"{key}: {new} (was {old})" for key, new, old in versions if new != old]
 
 
 def _repeated_steps(folder: RunFolder, steps_done: int, last: int) -> list[str]:
