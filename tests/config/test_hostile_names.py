@@ -35,13 +35,24 @@ def test_a_run_s_name_that_leads_elsewhere_is_refused(name):
     assert [problem.key for problem in caught.value.problems] == ["name"]
 
 
-@pytest.mark.parametrize("folder", ["~/runs", "~", "$SCRATCH/runs", "${SCRATCH}"])
+@pytest.mark.parametrize(
+    "folder", ["~/runs", "~", "$SCRATCH/runs", "${SCRATCH}", "a/$HOME/x", "/scratch/${USER}", "./$HOME", "runs/of-$USER", "$"]
+)
 def test_a_folder_that_a_shell_would_expand_is_refused(folder):
     """It once became a folder of that very name, in the current one: removed by `rm -rf ~`."""
     settings = {"model.preset": "tiny-llama", "batch.sequence_length": 8}
-    with pytest.raises(SpecError, match="which a shell would expand"):
+    with pytest.raises(SpecError, match="which a shell would expand") as caught:
         resolve(None, settings | {"folder": folder})
-    assert resolve(None, settings | {"folder": f"./{folder}"}).run.folder
+    literal = f"./{folder}"
+    assert (literal in str(caught.value)) == ("$" not in folder)
+    if "$" not in folder:
+        assert resolve(None, settings | {"folder": literal}).run.folder
+
+
+@pytest.mark.parametrize("folder", ["a~b/~", "price-5$", "a/$/b", "a$5"])
+def test_a_folder_with_a_sign_that_names_no_variable_is_accepted(folder):
+    settings = {"model.preset": "tiny-llama", "batch.sequence_length": 8}
+    assert resolve(None, settings | {"folder": folder}).run.folder == folder
 
 
 @pytest.mark.parametrize("name", GOOD_NAMES)

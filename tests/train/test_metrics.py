@@ -172,6 +172,14 @@ def test_a_row_torn_by_a_crash_and_rows_to_be_done_again_are_dropped(home):
     assert folder.metrics.read_text() == "".join(whole.splitlines(keepends=True)[:2])
 
 
+@pytest.mark.parametrize("damage", [b"", b'{"torch": ', b"\xff\xfe\x00{", b"[" * 100_000], ids=range(4))
+def test_a_damaged_file_of_the_folder_reads_as_missing(home, damage):
+    folder = RunFolder(home / "damaged")
+    folder.path.mkdir()
+    (folder.path / "environment.json").write_bytes(damage)
+    assert folder.read_json("environment.json") is None
+
+
 @pytest.mark.parametrize("write", ["write_text", "append"])
 def test_a_file_of_the_folder_that_cannot_be_written_is_named_with_the_folder(home, write):
     """Files are opened by their name in a folder held open; a person needs to know in which."""

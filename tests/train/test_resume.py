@@ -35,6 +35,8 @@ from ultrascale.launch.forked import RankFailed
 from ultrascale.launch.restarts import account_of
 from ultrascale.parallel.share import Share
 from ultrascale.train.corpora import build_loader
+from ultrascale.train.session import begin
+from ultrascale.train.start.trained import import_as_first_checkpoint
 
 LAYOUTS = {
     "one process": Layout(micro_batch_size=2),
@@ -140,10 +142,66 @@ def test_a_run_whose_checkpoints_are_gone_says_that_it_starts_over_and_keeps_its
     told = f"steps 1 to 4 were done before, and are done again: no checkpoint is in {folder / 'checkpoints'}"
     line = next(line for line in capsys.readouterr().out.splitlines() if told in line)
     kept = folder / "metrics-until-4.jsonl"
-    assert line.startswith("WARNING: ") == kept.exists() == (saved != "never")
-    assert saved == "never" or (kept.read_text() == known and kept.name in line)
+    assert line.startswith("WARNING: ") and f" stay in {kept.name}." in line and kept.read_text() == known
     train_here(run)
     assert (folder / "log.txt").read_text().count(told) == 1
+
+
+def leave_at(step):
+    """A kill before step `step + 1`."""
+
+    def leave(trainer):
+        if trainer.steps_done == step:
+            raise KeyError("as if killed")
+
+    return leave
+
+
+@pytest.mark.parametrize("kills", [[4], [4, 6]], ids=["before the row that has the save's time", "after a resume"])
+def test_checkpoints_that_are_gone_are_missed_though_no_row_names_a_save(home, kills, capsys):
+    run = small_run(home)
+    before = replace(run, checkpoint=replace(run.checkpoint, every_steps=4))
+    for step in kills:
+        with pytest.raises(KeyError):
+            train_here(before, before_step=leave_at(step))
+    folder, last = home / "small", kills[-1]
+    known = (folder / "metrics.jsonl").read_text()
+    assert "perf/save_s" not in known
+    shutil.rmtree(folder / "checkpoints")
+    capsys.readouterr()
+    train_here(run)
+    assert f"WARNING: steps 1 to {last} were done before" in capsys.readouterr().out
+    assert (folder / f"metrics-until-{last}.jsonl").read_text() == known
+
+
+def test_metrics_of_a_run_that_starts_over_again_and_again_replace_none_that_were_kept(home):
+    run, folder = small_run(home), home / "small"
+    train_here(run, before_step=stop_at(4))
+    known = [(folder / "metrics.jsonl").read_text()]
+    shutil.rmtree(folder / "checkpoints")
+    for _ in range(2):
+        with pytest.raises(KeyError):
+            train_here(run, before_step=leave_at(4))
+        known.append((folder / "metrics.jsonl").read_text())
+    train_here(run)
+    names = [f"metrics-until-4{suffix}.jsonl" for suffix in ("", "-2", "-3")]
+    assert sorted(path.name for path in folder.glob("metrics-until-*")) == sorted(names)
+    assert [(folder / name).read_text() for name in names] == known
+    told = (folder / "log.txt").read_text()
+    assert [told.count(f" stay in {name}.") for name in names] == [1, 1, 1]
+
+
+def test_an_imported_run_killed_before_its_first_save_is_not_said_to_have_no_checkpoint(home):
+    trained, run = small_run(home, name="trained"), small_run(home)
+    train_here(replace(trained, checkpoint=replace(trained.checkpoint, export=True)))
+    import_as_first_checkpoint(home / "trained" / "export", run)
+    with pytest.raises(KeyError):
+        train_here(run, before_step=leave_at(3))
+    train_here(run)
+    told = (home / "small" / "log.txt").read_text()
+    assert told.count(f"resumed from {home / 'small' / 'checkpoints' / 'step-00000000'} at step 0") == 2
+    line = "steps 1 to 3 were done before, and are done again; metrics of these steps stay in metrics-until-3.jsonl"
+    assert line in told.splitlines() and "no checkpoint is in" not in told
 
 
 def test_versions_that_changed_since_the_last_start_are_said(home):
@@ -156,6 +214,16 @@ def test_versions_that_changed_since_the_last_start_are_said(home):
     train_here(run)
     told = (home / "small" / "log.txt").read_text().splitlines()
     assert [line for line in told if "(was " in line] == [f"torch: {now['torch']} (was 2.0.1)"]
+
+
+@pytest.mark.parametrize("before", [{}, {"device": "NVIDIA H100", "cuda": "12.8"}], ids=["CPU", "GPU"])
+@pytest.mark.parametrize("now", [{}, {"device": "NVIDIA H200", "cuda": "12.8"}], ids=["CPU", "GPU"])
+def test_a_gpu_that_came_went_or_changed_since_the_last_start_is_said(before, now):
+    keys = [key for key in ("cuda", "device") if before.get(key) != now.get(key)]
+    told = [f"{key}: {now.get(key, 'none')} (was {before.get(key, 'none')})" for key in keys]
+    versions = {"ultrascale": "1.0", "python": "3.12.1", "torch": "2.12.1"}
+    assert begin._changed_versions(versions | before, versions | now) == told
+    assert begin._changed_versions(None, versions | now) == begin._changed_versions({}, versions | now) == []
 
 
 @pytest.mark.catalogue(13, 46)

@@ -40,6 +40,7 @@ _ABOVE_ZERO = (
 _WAITS = ("collective_timeout_seconds", "faults.hang_seconds", "islands.silent_seconds")
 _BELOW_ONE = ("optimizer.beta1", "optimizer.beta2", "optimizer.momentum", "islands.outer.momentum")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_VARIABLE = re.compile(r"^\$|\$[A-Za-z_]|\$\{[A-Za-z_]")
 
 
 def limits_of(key: str) -> dict[str, float]:
@@ -75,7 +76,8 @@ def range_problem(key: str, value: Any) -> Problem | None:
         return Problem(key, rule, "Rename the run.")
     if key == "folder" and not value:
         return Problem(key, "must not be empty", 'Write "." for the current folder.')
-    if key == "folder" and value.startswith(("~", "$")):
-        remedy = f"Write the whole path; a folder of that very name is {f'./{value}'!r}."
+    if key == "folder" and (value.startswith("~") or _VARIABLE.search(value)):
+        named = "" if _VARIABLE.search(value) else f"; a folder of that very name is {f'./{value}'!r}"
+        remedy = f"Write the whole path{named}."
         return Problem(key, f"is {value!r}, which a shell would expand and a run's description does not", remedy)
     return None

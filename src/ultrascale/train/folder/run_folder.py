@@ -9,7 +9,7 @@ tokenizer.json    a copy of the data's        recompute.json    resolution of re
 compiled.bin      compiled blocks, with `compile`        chosen_kernels.json   kernels chosen by speed
 tracked.json      the trackers' run ids       tracked.log       output of the trackers' libraries
 attempt.json      under torchrun, while ranks train: the location of their signs of life
-metrics-until-STEP.jsonl      rows of a run whose checkpoints were gone when it was started again
+metrics-until-STEP.jsonl      rows of an earlier start from step 0, with -2, -3 ... if there are several up to that step
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain, count
 from pathlib import Path
 from typing import IO, Any
 
 from ultrascale import __version__
 from ultrascale.description.problems import SpecError, mistake
 from ultrascale.description.run import Run
-from ultrascale.launch.events import event_of, read_rows
+from ultrascale.launch.events import read_rows
 from ultrascale.open_folder import OpenFolder
 from ultrascale.run_rows import metric_row
 
@@ -229,10 +230,10 @@ class RunFolder:
         self.write_text(name, json.dumps(value, indent=1) + "\n")
 
     def read_json(self, name: str) -> Any:
-        """A JSON file of the folder; None if it is missing or truncated."""
+        """A JSON file of the folder; None if it is missing or damaged."""
         try:
             return json.loads((self.path / name).read_text())
-        except (OSError, json.JSONDecodeError):
+        except (OSError, ValueError, RecursionError):
             return None
 
     def append(self, name: str, line: str) -> None:
@@ -279,27 +280,24 @@ class RunFolder:
     def forget_metrics_from(self, steps_done: int) -> int:
         """Drop rows of steps after `steps_done`, which will be repeated, and a truncated row, so that every step has one
         row. Returns the last step dropped, or 0.
-
-        Rows of a run that had saved, and starts at step 0 because its checkpoints are gone, stay in `lost_metrics`.
         """
         if not self.metrics.exists():
             return 0
         rows = self.metric_rows()
         last = max((row["step"] for row in rows if row["step"] > steps_done), default=0)
-        if steps_done == 0 and last and (any("perf/save_s" in row for row in rows) or self._has_ended()):
-            self.write_text(self.lost_metrics(last).name, self.metrics.read_text(errors="replace"))
         self.write_text(self.metrics.name, "".join(f"{json.dumps(row)}\n" for row in rows if row["step"] <= steps_done))
         return last
 
-    def _has_ended(self) -> bool:
-        """True if a start of this run ended with its steps saved, by the folder's events."""
-        events = self.path / "events.jsonl"
-        known = map(event_of, read_rows(events) if events.exists() else ())
-        return any(event is not None and event.kind in ("stop", "end") and event.step for event in known)
-
-    def lost_metrics(self, last: int) -> Path:
-        """File of the rows up to step `last` of a run whose checkpoints are gone."""
-        return self.path / f"metrics-until-{last}.jsonl"
+    def set_metrics_aside(self) -> str:
+        """Copy the rows to a new file `metrics-until-STEP.jsonl`, named after the last step. Returns its name; empty if there
+        are no rows."""
+        last = max((row["step"] for row in self.metric_rows()), default=0)
+        if last == 0:
+            return ""
+        names = (f"metrics-until-{last}{suffix}.jsonl" for suffix in chain([""], (f"-{n}" for n in count(2))))
+        name = next(name for name in names if not (self.path / name).exists())
+        self.write_text(name, self.metrics.read_text(errors="replace"))
+        return name
 
 
 VERSIONS = ("ultrascale", "python", "torch", "cuda", "device")

@@ -89,7 +89,9 @@ def begin(
         late_lines += _changed_versions(folder.read_json("environment.json"), now) if newest.folder is not None else []
         folder.write_json("environment.json", now)
         folder.write_json("plan.json", document("plan", plan_run(run, cluster_of(run, ranks.device)).to_json()))
-        late_lines += _repeated_steps(folder, trainer.steps_done, folder.forget_metrics_from(trainer.steps_done))
+        kept = folder.set_metrics_aside() if trainer.steps_done == 0 else ""
+        last = folder.forget_metrics_from(trainer.steps_done)
+        late_lines += _repeated_steps(folder, newest, trainer.steps_done + 1, last, kept)
     metrics = Metrics(run, folder, first_step=trainer.steps_done, writes=ranks.is_first)
     metrics.has_console = ranks.island == 0  # each has its log.txt
     lines = [f"note: {note}" for note in vocabulary_notes(run, loader) if newest.folder is None]
@@ -158,24 +160,25 @@ def _write_start(trainer: Trainer, folder: RunFolder, metrics: Metrics, newest: 
 
 
 def _changed_versions(before: Any, now: dict[str, Any]) -> list[str]:
-    """Versions that the run did not have at its last start, as `torch: 2.13.0 (was 2.12.1)`; `before`: its environment.json."""
-    known = before if isinstance(before, dict) else {}
-    return [f"{key}: {now.get(key)} (was {known[key]})" for key in VERSIONS if key in known and known[key] != now.get(key)]
+    """Versions that the run did not have at its last start, as `torch: 2.13.0 (was 2.12.1)`; `before`: its environment.json,
+    which has no device if the run trained on CPUs."""
+    if not isinstance(before, dict) or not before:
+        return []
+    versions = ((key, now.get(key) or "none", before.get(key) or "none") for key in VERSIONS)
+    return [f"{key}: {new} (was {old})" for key, new, old in versions if new != old]
 
 
-def _repeated_steps(folder: RunFolder, steps_done: int, last: int) -> list[str]:
-    """Lines about steps that were logged and are trained again, up to step `last`; none if that is 0. A run whose checkpoints
-    are gone must not start over unnoticed."""
+def _repeated_steps(folder: RunFolder, newest: Search, first: int, last: int, kept: str) -> list[str]:
+    """Lines about steps that were logged and are trained again, from step `first` to `last`; none if that is 0. `kept`: file
+    of their metrics. A run whose checkpoints are gone must not start over unnoticed."""
     if last == 0:
         return []
-    if steps_done:
-        return [f"steps {steps_done + 1:,} to {last:,} were done before, and are done again"]
-    problem = f"steps 1 to {last:,} were done before, and are done again: no checkpoint is in {folder.checkpoints}"
-    lost = folder.lost_metrics(last)
-    if not lost.exists():
-        return [problem]
-    remedy = "If its checkpoints are elsewhere, stop this run and bring them back"
-    return [f"WARNING: {problem}, where the run had saved; metrics of these steps stay in {lost.name}. {remedy}"]
+    steps = f"steps {first:,} to {last:,} were done before, and are done again"
+    stay = f"; metrics of these steps stay in {kept}" if kept else ""
+    if newest.folder is not None:
+        return [f"{steps}{stay}"]
+    remedy = "If the run had saved, and its checkpoints are elsewhere, stop it and bring them back"
+    return [f"WARNING: {steps}: no checkpoint is in {folder.checkpoints}{stay}. {remedy}"]
 
 
 def _layout_words(layout: Layout) -> list[str]:
