@@ -147,5 +147,6 @@ def test_a_plan_takes_what_a_trainer_does_in_one_precision_alone():
         for precision in ("bf16", "fp16")
     }
     assert found == {"bf16": 4, "fp16": 2}
-    stated = us.plan("llama-2-7b", "8xa100", precision="fp16", **(settings | {"stack.gradient_bytes": 4}))
+    settings |= {"stack.gradient_bytes": 4}
+    stated = us.plan("llama-2-7b", "8xa100", precision="fp16", **settings)
     assert stated.chosen.stack.gradient_bytes == 4
