@@ -39,6 +39,11 @@ def event_line(event: Mapping[str, Any]) -> str:
     return json.dumps({"schema": EVENTS, **event})
 
 
+def is_validation_loss(key: str) -> bool:
+    """True for `val/loss`, and for `val/loss/NAME` of one corpus of several."""
+    return key == "val/loss" or key.startswith("val/loss/")
+
+
 def metric_row(value: object) -> dict[str, Any] | None:
     """The row that a line of metrics.jsonl holds, as parsed; None if it is none."""
     if not isinstance(value, dict) or not isinstance(value.get("step"), int):

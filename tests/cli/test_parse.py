@@ -7,6 +7,7 @@ import pytest
 from ultrascale.api.keywords import unknown_flag
 from ultrascale.cli.main import main
 from ultrascale.cli.terminal.parse import split_settings
+from ultrascale.description.problems import did_you_mean
 
 
 @pytest.mark.parametrize(
@@ -74,6 +75,17 @@ def test_help_has_its_examples_in_lines_below_each_other_and_no_value_none(
 def test_a_refused_flag_is_never_proposed_in_its_own_place():
     for flag in ("--folder", "--name"):
         assert f"mean {flag}" not in unknown_flag(flag, [], "import", settings=True).remedy
+
+
+def test_only_a_flag_of_the_launch_is_taken_for_one_of_the_launch():
+    assert unknown_flag("--size", [], "show", settings=True).remedy == "See `ultrascale show --help`."
+    assert "mean --launch.kubernetes.size?" in unknown_flag("--launch.kubernets.size", [], "show", settings=True).remedy
+
+
+def test_several_names_that_may_be_meant_are_a_list():
+    known = ["every_step", "every_steps", "every_stop"]
+    assert did_you_mean("every_step", known, "", most=3) == "Did you mean every_step, every_steps or every_stop?"
+    assert did_you_mean("every_step", known, "", most=2) == "Did you mean every_step or every_steps?"
 
 
 @pytest.mark.parametrize("flag", ["--gpus", "--nproc_per_node", "--num-processes"])

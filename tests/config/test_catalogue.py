@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from ultrascale.catalogue.machines import ACCELERATORS, ALIASES, NODES, USUAL_NODE, usual_node
+from ultrascale.catalogue.machines import ACCELERATORS, ALIASES, NODES, USUAL_NODE, read_accelerator, usual_node
 from ultrascale.catalogue.tables import Entry, entries, read_tables, with_aliases
 from ultrascale.description.problems import SpecError
+from ultrascale.plan.laws.devices import FAMILIES
 
 ROOT = Path(__file__).parents[2]
 
@@ -49,6 +50,23 @@ def test_unknown_keys_names_and_shared_aliases_are_refused():
 def test_a_machine_of_other_accelerators_is_refused():
     with pytest.raises(SpecError, match=r"x\.machine: is 'dgx-h200', which holds h200\. Name one with accelerator = 'h300'"):
         usual_node("h300", Entry("x", {"machine": "dgx-h200"}))
+
+
+def test_a_law_that_nobody_measured_and_a_flag_in_quotes_are_refused():
+    whole = tomllib.loads((ROOT / "src/ultrascale/catalogue/accelerators.toml").read_text())["h100-96"]
+    for wrong, message in (
+        ({"law": "h100"}, r"x\.law: is 'h100', which is not there\. Choose one of a100-80, h100-sxm"),
+        ({"law": "h100-96"}, r"x\.law: is 'h100-96'"),
+        ({"same_chip": "false"}, r"x\.same_chip: must be true or false, is 'false'\. Write it without quotes\."),
+        ({"same_chip": 1}, r"x\.same_chip: must be true or false, is 1"),
+    ):
+        with pytest.raises(SpecError, match=message):
+            read_accelerator("x", Entry("x", whole | wrong))
+    assert read_accelerator("x", Entry("x", whole)).law == "h100-sxm"
+
+
+def test_every_accelerator_without_a_law_has_one_of_its_own():
+    assert {accelerator.name for accelerator in ACCELERATORS.values() if not accelerator.law} == set(FAMILIES)
 
 
 def test_a_file_that_is_not_toml_says_so(tmp_path: Path):

@@ -261,7 +261,9 @@ def test_all_mistakes_are_told_at_once_with_their_lines(tmp_path):
         ("layout.xyz", "Keys of [layout] are dp, zero_stage"), ("lyout", "layout"), ("loging", "log"),
         ("batch.sequences", "Did you mean batch.sequences_per_batch?"), ("batch.size", "Keys of [batch] are"),
         ("model.layers", "model.num_hidden_layers"), ("optimizer.type", "Keys of [optimizer] are name"),
-        ("data.path", "Did you mean model.path?"), ("launch.slurm.size", "launch.kubernetes.size"),
+        ("data.path", "Did you mean model.path?"),
+        ("checkpoint.every", "Did you mean checkpoint.every_steps or checkpoint.keep_every_steps?"),
+        ("launch.slurm.size", "launch.kubernetes.size"),
     ],
 )  # fmt: skip
 def test_an_unknown_key_is_answered_with_the_nearest_thing_that_works(key, answer):

@@ -40,6 +40,29 @@ def test_prepare_and_inspect_print_what_was_made(text, capsys):
     assert "document 0 begins" in shown and "def " in shown
 
 
+def test_control_characters_emoji_names_and_markup_of_a_text_are_printed_as_text(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("\x1b]0;owned\x07 \x9b31m \u202e :smile: [bold]x[/bold] [/none]\ta\nb\n" * 9)
+    out = tmp_path / "out"
+    assert command(["prepare", str(tmp_path / "a.txt"), "--output", str(out), "--train-tokenizer", "300"]) == 0
+    for more in ([], ["--document", "0"], ["--sequence", "0", "--sequence-length", "64"]):
+        capsys.readouterr()
+        assert command(["inspect", str(out), *more]) == 0
+        shown = capsys.readouterr().out
+        assert "\\x1b]0;owned\\x07 \\x9b31m \\u202e :smile: [bold]x[/bold] [/none]" in shown and "a\nb\n" in shown
+        assert not set(shown) & set("\x1b\x07\x9b\u202e")
+
+
+def test_a_damaged_tokenizer_leaves_the_facts_and_the_ids(text, capsys):
+    assert command(arguments(text)) == 0
+    tokenizer = text.parent / "out" / "tokenizer.json"
+    tokenizer.write_text("{")
+    capsys.readouterr()
+    assert command(["inspect", str(text.parent / "out")]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "30 documents" in shown and "shard-00000" in shown and f"cannot be decoded: {tokenizer}: is not a" in shown
+    assert command(["inspect", str(text.parent / "out"), "--document", "0"]) == 1
+
+
 def test_a_readme_beside_lines_of_json_is_told_to_be_a_document(text, capsys):
     (text / "lines.jsonl").write_text('{"text": "a line"}\n')
     (text / "README.md").write_text("about the lines")

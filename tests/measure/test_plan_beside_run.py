@@ -49,7 +49,7 @@ def test_the_matmul_ceiling_is_a_rate_a_cpu_can_have() -> None:
 
 
 def test_a_run_folder_becomes_three_pictures(tmp_path: Path) -> None:
-    rows = [{"step": i, "train/loss": 3 - i / 10, "perf/tokens_per_s": 100.0 + i, "val/text/loss": 3.0} for i in range(8)]
+    rows = [{"step": i, "train/loss": 3 - i / 10, "perf/tokens_per_s": 100.0 + i, "val/loss/text": 3.0} for i in range(8)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(json.dumps(row) for row in rows) + '\n{"step": 8, "tr')
     timeline = [{"step": i // 4, "phase": "forward", "bytes": {"parameters": 10, "activations": i}} for i in range(16)]
     (tmp_path / "memory.json").write_text(json.dumps({"measured_timeline": timeline, "planned_peak_bytes": 30}))

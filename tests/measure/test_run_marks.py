@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import warnings
 from dataclasses import replace
 from typing import Any
@@ -69,6 +70,13 @@ def test_marks_and_the_smoothed_loss_are_drawn(tmp_path, figures):
     assert max(raw) - min(raw) == 1.0 and max(smooth[2:-2]) - min(smooth[2:-2]) < 0.3
 
 
+def test_the_loss_on_each_of_several_validation_corpora_is_drawn(tmp_path, figures):
+    row = {"train/loss": 5.0, "val/loss": 4.0, "val/loss/code": 3.0, "val/loss/a/b": 3.0, "val/lossy": 1.0}
+    plot_loss([{"step": 1, **row}, {"step": 2, **row}], tmp_path / "loss.png", marks=[])
+    labels = [line.get_label() for line in figures[0].axes[0].lines[2:]]
+    assert labels == ["validation", "validation, a/b", "validation, code"]
+
+
 def test_a_mark_that_is_longer_than_the_picture_is_high_leaves_the_curve_its_room(tmp_path):
     rows = [{"step": step, "train/loss": 5.0} for step in range(1, 101)]
     long = "resumed as tp2, ZeRO 0, micro-batch 4, recompute full (was dp2, ZeRO 1, micro-batch 1, recompute none)"
@@ -103,6 +111,20 @@ def test_smoothing_keeps_the_mean_of_a_line():
 def test_smoothing_leaves_out_values_that_are_not_finite():
     nan, inf = float("nan"), float("inf")
     assert smoothed([1.0, inf, 3.0, nan, inf, nan]) == pytest.approx([1.0, 2.0, 3.0, 3.0, nan, nan], nan_ok=True)
+
+
+@pytest.mark.parametrize("count", [3, 10, 299, 1000])
+def test_smoothing_equals_the_mean_of_each_window(count):
+    values = [math.sin(index * index) for index in range(count)]
+    reach = max(1, round(0.02 * count))
+    windows = [values[max(0, index - reach) : index + reach + 1] for index in range(count)]
+    assert smoothed(values) == pytest.approx([math.fsum(window) / len(window) for window in windows], abs=1e-15)
+
+
+def test_one_huge_value_changes_only_the_means_that_include_it():
+    means = smoothed([2.0] * 10 + [1e17] + [2.0] * 989)
+    assert means[31:] == [2.0] * 969 and means[10] == pytest.approx(1e17 / 31)
+    assert smoothed([1.7e308, 1.7e308, 2.0, 2.0])[0] == 1.7e308
 
 
 class Counted(list[float]):

@@ -125,6 +125,12 @@ def test_the_loss_and_the_speed_are_smoothed_and_marked_as_the_pictures_are():
     assert all(part["marks"] == [{"at": mark.step, "text": mark.text} for mark in marks] for part in parts)
 
 
+def test_the_loss_on_each_of_several_validation_corpora_is_drawn():
+    metrics = [{"step": step, "val/loss": 4.0, "val/loss/code": 3.0, "val/loss/a/b": 3.0, "val/lossy": 1.0} for step in (1, 2)]
+    (section,) = run_document([], metrics, "out")["sections"]
+    assert [series["name"] for series in section["part"]["series"]] == ["val/loss", "val/loss/code", "val/loss/a/b"]
+
+
 @pytest.mark.parametrize("verb", [["trace"], ["sweep", "--layout.micro-batch-size", "1,4"], ["measure", "step"]], ids=" ".join)
 def test_where_no_file_can_be_written_nothing_is_begun(verb, run_file, tmp_path, capsys):
     name, *rest = verb

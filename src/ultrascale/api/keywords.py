@@ -19,7 +19,17 @@ from typing import Any, Generic, TypeVar, get_args, get_origin, get_type_hints
 
 from ultrascale.config.choices import without_none
 from ultrascale.config.resolve import toml_value
-from ultrascale.config.schema import ELSEWHERE, INVALID, STAND_INS, ValueContext, convert, default_of, leaves, sections
+from ultrascale.config.schema import (
+    ELSEWHERE,
+    INVALID,
+    STAND_INS,
+    ValueContext,
+    convert,
+    default_of,
+    leaves,
+    may_be_meant,
+    sections,
+)
 from ultrascale.description.problems import Problem, expect_none
 
 T = TypeVar("T")
@@ -147,8 +157,10 @@ def unknown_flag(flag: str, known: list[str], verb: str, *, settings: bool) -> P
         for other in (name.replace("-", "") for name in known)
         if min(len(word), len(other)) > 2 and (word.startswith(other) or other.startswith(word))
     ]
-    last = {key.rpartition(".")[2].replace("_", ""): key for key in leaves()} if settings and word not in letters else {}
-    name = flag.removeprefix("--").replace("-", "_").rpartition(".")[2]
+    written = flag.removeprefix("--").replace("-", "_")
+    keys = [key for key in leaves() if may_be_meant(key, written)] if settings and word not in letters else []
+    last = {key.rpartition(".")[2].replace("_", ""): key for key in keys}
+    name = written.rpartition(".")[2]
     meant = letters[closest[0]] if closest else _flag(last[tail]) if (tail := name.replace("_", "").lower()) in last else None
     ours = "processes" if name in PROCESS_FLAGS and "--processes" in known else ELSEWHERE.get(name)
     if ours is not None and word not in letters:

@@ -20,7 +20,8 @@ _ACCELERATOR_KEYS = (
 _DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8", "nvfp4")
 
 
-def _accelerator(name: str, entry: Entry) -> Accelerator:
+def read_accelerator(name: str, entry: Entry) -> Accelerator:
+    """Accelerator that `entry` describes. Raises SpecError for its first wrong key."""
     return Accelerator(
         name,
         entry.get("title", str),
@@ -31,8 +32,8 @@ def _accelerator(name: str, entry: Entry) -> Accelerator:
         entry.sourced("watts"),
         entry.sourced("dollars_per_hour"),
         entry.get("multiprocessors", int),
-        entry.get("law", str, ""),
-        "law" not in entry.values or bool(entry.values.get("same_chip")),
+        entry.one_of("law", _MEASURED) if "law" in entry.values else "",
+        "law" not in entry.values or entry.flag("same_chip"),
     )
 
 
@@ -46,7 +47,9 @@ def _peaks(entry: Entry) -> dict[str, Sourced]:
 
 
 _ACCELERATOR_ENTRIES = dict(entries(_ACCELERATORS, read_tables(_ACCELERATORS), *_ACCELERATOR_KEYS))
-ACCELERATORS = {name: _accelerator(name, entry) for name, entry in _ACCELERATOR_ENTRIES.items()}
+_MEASURED = {name: name for name, entry in _ACCELERATOR_ENTRIES.items() if "law" not in entry.values}
+"""Accelerators with laws of their own, which a `law` may name."""
+ACCELERATORS = {name: read_accelerator(name, entry) for name, entry in _ACCELERATOR_ENTRIES.items()}
 ACCELERATOR_ALIASES = with_aliases(_ACCELERATOR_ENTRIES)
 """Other names used by people, clouds and tables."""
 

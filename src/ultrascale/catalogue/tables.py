@@ -58,6 +58,13 @@ class Entry:
             raise SpecError([self._problem(key, f"is {name!r}, which is not there", f"Choose one of {', '.join(known)}.")])
         return known[name]
 
+    def flag(self, key: str) -> bool:
+        """`key = true` or `false`; false if it is missing."""
+        value = self.values.get(key, False)
+        if not isinstance(value, bool):
+            raise SpecError([self._problem(key, f"must be true or false, is {value!r}", "Write it without quotes.")])
+        return value
+
     def _problem(self, key: str, rule: str, remedy: str) -> Problem:
         return Problem(f"{self.where}.{key}", rule, remedy)
 

@@ -15,7 +15,7 @@ from rich.markup import escape
 
 from ultrascale.cli.main import explain
 from ultrascale.cli.terminal.parse import parse
-from ultrascale.cli.terminal.screen import console_for_people, print_json
+from ultrascale.cli.terminal.screen import console_for_people, harmless, print_json
 from ultrascale.console import plain_table, print_line
 from ultrascale.description.problems import did_you_mean, mistake
 from ultrascale.description.units import count_of, format_bytes
@@ -235,27 +235,33 @@ def _print_facts(facts: dict[str, Any]) -> None:
     console.print(f"{count_of(facts['documents'], 'document')}, {facts['tokens']:,} tokens")
     table = plain_table("shard", "dtype", "documents", "tokens", left=("shard", "dtype"))
     for shard in facts["shards"]:
-        table.add_row(shard["name"], shard["dtype"], f"{shard['documents']:,}", f"{shard['tokens']:,}")
+        table.add_row(_plain(shard["name"]), shard["dtype"], f"{shard['documents']:,}", f"{shard['tokens']:,}")
     console.print(table)
     if facts.get("verified"):
         console.print("verified: checksums, indexes and ids are right")
     if "manifest" in facts:
         tokenizer = facts["manifest"]["tokenizer"]
-        console.print(f"vocabulary {tokenizer['vocab_size']:,}, end of document {escape(tokenizer['eod_token'])}")
+        console.print(f"vocabulary {tokenizer['vocab_size']:,}, end of document {_plain(tokenizer['eod_token'])}")
     if "opening" in facts:
-        console.print(
-            f"[bold]document 0[/bold] begins (--document 0 and --sequence 0 show more)\n{escape(_shown(facts['opening']))}"
-        )
+        opening = facts["opening"]
+        console.print(f"[bold]document 0[/bold] begins (--document 0 and --sequence 0 show more)\n{_shown(opening)}")
+        if "note" in opening:
+            console.print(f"these are ids, which cannot be decoded: {_plain(opening['note'])}")
     if "document" in facts:
         document = facts["document"]
         console.print(f"[bold]document {document['document']}[/bold], {document['tokens']:,} tokens")
-        console.print(escape(_shown(document)))
+        console.print(_shown(document))
     for part in facts.get("sequence", {}).get("parts", []):
         begins = "a document begins" if part["begins"] else "goes on from before"
         console.print(f"[bold]position {part['position']}[/bold], {part['tokens']:,} tokens, {begins}")
-        console.print(escape(_shown(part)))
+        console.print(_shown(part))
 
 
 def _shown(sample: dict[str, Any]) -> str:
     """The text, or the ids if there is no tokenizer to decode them."""
-    return sample["text"] if sample["text"] is not None else " ".join(map(str, sample["ids"]))
+    return _plain(sample["text"] if sample["text"] is not None else " ".join(map(str, sample["ids"])))
+
+
+def _plain(text: str) -> str:
+    """Untrusted text as markup that shows it as it is."""
+    return escape(harmless(text))

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from ultrascale.config.choices import choice_problem, is_choice, without_none
 from ultrascale.description.parsing import parse_toml
-from ultrascale.description.problems import MOST_PROBLEMS, Problem
+from ultrascale.description.problems import MOST_PROBLEMS, Problem, one_of
 from ultrascale.description.run import RampStage, Run
 from ultrascale.description.schedules import SCHEDULE_ALIASES
 from ultrascale.description.sections.launch import Launch
@@ -116,7 +116,7 @@ def unknown_key(key: str, where: str, *, hints: bool = True) -> Problem:
     section, _, last = key.rpartition(".")
     nearest = _nearest(section, last) if hints else []
     remedy = (
-        f"Did you mean {' or '.join(nearest)}?"
+        f"Did you mean {one_of(nearest)}?"
         if nearest
         else f"Keys of {f'[{section}]' if section else 'a run'} are {_names(section)}."
     )
@@ -154,11 +154,15 @@ def default_of(field: Field) -> Any:
     return field.default if field.default_factory is MISSING else field.default_factory()
 
 
+def may_be_meant(known: str, written: str) -> bool:
+    """True unless `known` is a key of the launch and `written` is not: the launch's `size` is of a disk."""
+    return written.partition(".")[0] == "launch" or not known.startswith("launch.")
+
+
 def _nearest(section: str, last: str) -> list[str]:
     """Keys that were probably meant: names in this section that hold the word, the same name elsewhere, a similar name in this
-    section, a similar name elsewhere. Only a key of the launch is taken for one of the launch: its `size` is of a disk."""
-    launch = section.partition(".")[0] == "launch"
-    known = [key for key in (*leaves(), *STAND_INS, *sections()) if launch or not key.startswith("launch.")]
+    section, a similar name elsewhere."""
+    known = [key for key in (*leaves(), *STAND_INS, *sections()) if may_be_meant(key, section)]
     by_name: dict[str, list[str]] = {}
     for key in known:
         by_name.setdefault(key.rpartition(".")[2], []).append(key)

@@ -60,6 +60,11 @@ def mistake(key: str, rule: str, remedy: str, where: str = "") -> SpecError:
 
 
 def did_you_mean(word: str, known: Iterable[str], otherwise: str, *, most: int = 1, cutoff: float = 0.6) -> str:
-    """`Did you mean A or B?`, with the `most` names that are most like `word`; `otherwise` if none is."""
+    """`Did you mean A, B or C?`, with the `most` names that are most like `word`; `otherwise` if none is."""
     similar = get_close_matches(word, list(known), n=most, cutoff=cutoff)
-    return f"Did you mean {' or '.join(similar)}?" if similar else otherwise
+    return f"Did you mean {one_of(similar)}?" if similar else otherwise
+
+
+def one_of(names: Sequence[str]) -> str:
+    """`A, B or C`."""
+    return " or ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)

@@ -15,7 +15,7 @@ from ultrascale.description.problems import mistake
 from ultrascale.launch.events import event_of, read_rows
 from ultrascale.measure.run_marks import Mark, marks_of
 from ultrascale.output_file import write_output
-from ultrascale.run_rows import memory_document, metric_row
+from ultrascale.run_rows import is_validation_loss, memory_document, metric_row
 
 INK, GRID = "#22272e", "#e3e6ea"
 LINE, SECOND = "#3b6fb6", "#d1603d"
@@ -130,7 +130,7 @@ def draw_loss(
 ) -> None:
     """Draw on `axes` what `plot_loss` does."""
     steps = _draw_smoothed(axes, rows, "train/loss", "training, smoothed")
-    for key in sorted({key for row in rows for key in row if key.startswith("val/") and key.endswith("loss")}):
+    for key in sorted({key for row in rows for key in row if is_validation_loss(key)}):
         axes.plot(*_series(rows, key), color=SECOND, marker="o", markersize=4, linewidth=1.2, label=_validation_name(key))
     if reference is not None:
         axes.axhline(reference[1], color=INK, linewidth=1, linestyle=(0, (4, 3)), label=f"{reference[0]}, {reference[1]:.2f}")
@@ -148,12 +148,30 @@ def _draw_smoothed(axes: Any, rows: Sequence[Mapping[str, Any]], key: str, label
 
 def smoothed(values: Sequence[float], share: float = 0.02) -> list[float]:
     """Moving average of finite values: each with `share` of all values on either side (at least one neighbour). NaN where there
-    are none. The time is linear in `values`, of which a run of weeks has a million."""
+    are none. The time is linear in `values`, of which a run of weeks has a million.
+
+    Values are cut into blocks of a window's width: a window is the end of one block and the beginning of the next, whose sums
+    hold no value from outside it. A difference of two sums would lose every value smaller than the rounding of a large one.
+    """
     reach, count = max(1, round(share * len(values))), len(values)
-    sums = [0.0, *accumulate(value if isfinite(value) else 0.0 for value in values)]
+    width = 2 * reach + 1
+    scale = 0.5 ** width.bit_length()  # no sum of a window overflows
+    finite = [value * scale if isfinite(value) else 0.0 for value in values]
     counts = [0, *accumulate(map(isfinite, values))]
+    beginnings: list[float] = []  # of each value's block, the sum up to it
+    ends: list[float] = []  # of each value's block, the sum from it on
+    for start in range(0, count, width):
+        block = finite[start : start + width]
+        beginnings += accumulate(block)
+        ends += reversed([*accumulate(reversed(block))])
+
+    def window_sum(first: int, last: int) -> float:
+        if first // width < last // width:
+            return ends[first] + beginnings[last]
+        return beginnings[last] if first % width == 0 else ends[first]
+
     windows = ((max(0, index - reach), min(count, index + reach + 1)) for index in range(count))
-    return [(sums[end] - sums[begin]) / (counts[end] - counts[begin] or nan) for begin, end in windows]
+    return [window_sum(begin, end - 1) / (counts[end] - counts[begin] or nan) / scale for begin, end in windows]
 
 
 def _draw_marks(axes: Any, marks: Sequence[Mark], last: int) -> None:
@@ -246,8 +264,8 @@ def _draw_memory(axes: Any, rows: Sequence[Mapping[str, Any]], shown: Sequence[s
 
 
 def _validation_name(key: str) -> str:
-    """`val/loss` or `val/NAME/loss` in words."""
-    source = key.removeprefix("val/").removesuffix("loss").strip("/")
+    """`val/loss` or `val/loss/NAME` in words."""
+    source = key.removeprefix("val/loss").strip("/")
     return f"validation, {source}" if source else "validation"
 
 

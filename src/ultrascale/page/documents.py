@@ -179,7 +179,7 @@ def run_document(
     """The page of a run: the lines printed by `ultrascale report`, and rows of metrics.jsonl; `marks` are the steps at which
     the run was killed, resumed, or changed its layout."""
     charts = (
-        ("Loss", "Nats per token, by step.", r"train/loss|val/.*loss", "{:.4f}"),
+        ("Loss", "Nats per token, by step.", r"train/loss|val/loss(/.*)?", "{:.4f}"),
         ("Tokens per second", "All ranks together, by step.", r"perf/tokens_per_s", "{:,.0f}"),
         ("Gradient norm", "Before clipping, by step.", r"train/grad_norm", "{:.3g}"),
         ("Learning rate", "By step.", r"train/lr", "{:.3g}"),

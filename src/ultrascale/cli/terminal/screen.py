@@ -9,6 +9,7 @@ not move.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import threading
@@ -25,19 +26,26 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 PAGE_WIDTH = 80
+CONTROL = re.compile("[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\u061c\\u200e\\u200f\\u202a-\\u202e\\u2066-\\u2069]")
 FILE_WIDTH = 200
 """Columns of a file or a pipe: wider than any table, but a limit for paragraphs."""
 
 
 def console_for_people() -> Console:
-    """A console that colours only marked text, not numbers. Output that is not a terminal is neither cut to 80 columns (unless
-    COLUMNS is set) nor padded with blanks at the ends of lines."""
+    """A console that colours only marked text, not numbers, and draws no emoji for `:smile:`. Output that is not a terminal is
+    neither cut to 80 columns (unless COLUMNS is set) nor padded with blanks at the ends of lines."""
     from rich.console import Console
 
     if sys.stdout is None or sys.stdout.isatty():
-        return Console(highlight=False)
+        return Console(highlight=False, emoji=False)
     file: Any = Trimmed()
-    return Console(highlight=False, file=file, width=None if "COLUMNS" in os.environ else FILE_WIDTH)
+    return Console(highlight=False, emoji=False, file=file, width=None if "COLUMNS" in os.environ else FILE_WIDTH)
+
+
+def harmless(text: str) -> str:
+    """Untrusted text for a terminal: line ends and tabs stay, other control characters and those that turn the direction of
+    writing are escaped, such as `\\x1b`. A terminal would obey them."""
+    return CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def print_json(document: Any, name: str | None = None, *, indent: int | None = None) -> None:

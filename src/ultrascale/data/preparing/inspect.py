@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ultrascale.data.corpus import Corpus
-from ultrascale.data.files import DataCommandError
+from ultrascale.data.files import DataCommandError, DataError
 from ultrascale.data.indexed import prefix_paths, read_header
 from ultrascale.data.preparing.verify import expect_whole
 
@@ -65,10 +65,15 @@ def document_sample(path: str | Path, number: int) -> dict[str, Any]:
 
 
 def opening(path: str | Path) -> dict[str, Any]:
-    """The first tokens of the first document, as `document_sample` gives a whole one."""
+    """The first tokens of the first document, as `document_sample` gives a whole one; without text if they cannot be decoded,
+    with a `note` of the reason."""
     corpus = Corpus(path)
     ids = corpus.document(0)[:OPENING_TOKENS].tolist()
-    return {"document": 0, "tokens": len(ids), "ids": ids, "text": _decode(corpus, ids)}
+    sample = {"document": 0, "tokens": len(ids), "ids": ids}
+    try:
+        return {**sample, "text": _decode(corpus, ids)}
+    except DataError as error:
+        return {**sample, "text": None, "note": str(error)}
 
 
 def sequence_sample(path: str | Path, number: int, sequence_length: int) -> dict[str, Any]:
@@ -95,4 +100,8 @@ def _decode(corpus: Corpus, ids: list[int]) -> str | None:
         return None
     from ultrascale.data.tokenizer import load_tokenizer
 
-    return load_tokenizer(corpus.tokenizer_path).decode(ids, skip_special_tokens=False)
+    tokenizer = load_tokenizer(corpus.tokenizer_path)
+    try:
+        return tokenizer.decode(ids, skip_special_tokens=False)
+    except OverflowError as error:
+        raise DataError(str(corpus.path), "has negative ids", "`data inspect --verify` names the shard.") from error
