@@ -66,6 +66,12 @@ def stretches(run: Run) -> list[tuple[int, int]]:
     return found
 
 
+def last_saved(run: Run) -> int:
+    """Step of the newest complete checkpoint; 0 if there is none."""
+    complete = Path(run.folder, run.name, "checkpoints").glob("step-*/manifest.json")
+    return max((int(manifest.parent.name.removeprefix("step-")) for manifest in complete), default=0)
+
+
 def steps_done(run: Run) -> int:
     return len(whole_rows(run, "metrics.jsonl"))
 
@@ -85,8 +91,8 @@ def test_of_four_nodes_one_dies_three_go_on_and_it_comes_back_in_the_same_order_
         wait_until(lambda: bool(stretches(run)) and steps_done(run) >= 7, run)
         nodes[3].kill()
         wait_until(lambda: stretches(run)[-1][0] == 3, run)
-        onwards = steps_done(run) + 7
-        wait_until(lambda: steps_done(run) >= onwards, run)
+        first = stretches(run)[-1][1]
+        wait_until(lambda: last_saved(run) > first, run)  # else the four nodes would begin where these three did
         start(nodes[3], 3, nodes[0], file)
         wait_until(lambda: [world for world, _ in stretches(run)][-2:] == [3, 4], run)
         onwards = steps_done(run) + 7

@@ -39,7 +39,7 @@ def test_the_table_names_every_category_that_holds_something() -> None:
     console.print(comparison_table(compare_memory(PLAN, PLAN.by_category)))
     text = console.export_text()
     assert all(name in text for name, num_bytes in PLAN.by_category.items() if num_bytes)
-    assert " 0.0 %" in text and "-0.0" not in text
+    assert " 0.0%" in text and "-0.0" not in text
 
 
 def test_the_matmul_ceiling_is_a_rate_a_cpu_can_have() -> None:
