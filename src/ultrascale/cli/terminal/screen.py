@@ -45,7 +45,7 @@ def console_for_people() -> Console:
 def harmless(text: str) -> str:
     """Untrusted text for a terminal: line ends and tabs stay, other control characters and those that turn the direction of
     writing are escaped, such as `\\x1b`. A terminal would obey them."""
-    return CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def print_json(document: Any, name: str | None = None, *, indent: int | None = None) -> None:
