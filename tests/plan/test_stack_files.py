@@ -133,7 +133,7 @@ def test_no_gradient_is_sent_wider_than_deepspeed_keeps_it() -> None:
     assert deepspeed.reduce_bytes == deepspeed.gradient_bytes == 2
 
 
-def test_a_plan_takes_what_a_trainer_does_in_one_precision_alone():
+def test_a_plan_takes_what_a_trainer_does_in_one_precision_alone(tmp_path):
     """BLOOM's optimizer is that of bf16; in fp16 it was DeepSpeed's."""
     settings: dict[str, Any] = {
         "zero_stage": 1,
@@ -147,6 +147,9 @@ def test_a_plan_takes_what_a_trainer_does_in_one_precision_alone():
         for precision in ("bf16", "fp16")
     }
     assert found == {"bf16": 4, "fp16": 2}
+    file = tmp_path / "run.toml"
+    file.write_text(us.plan("llama-2-7b", "8xa100", precision="fp16", **settings).to_toml())
+    assert us.plan(str(file), stack="megatron-deepspeed").chosen.stack.gradient_bytes == 2
     settings |= {"stack.gradient_bytes": 4}
     stated = us.plan("llama-2-7b", "8xa100", precision="fp16", **settings)
     assert stated.chosen.stack.gradient_bytes == 4
