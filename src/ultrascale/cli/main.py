@@ -52,6 +52,9 @@ VERBS = {
     "checkpoint": Verb("weights.checkpoint", "list and verify checkpoints", "A run and after"),
     "soak": Verb("soak", "train under injected faults; the result must be bit-identical", "A run and after"),
     "generate": Verb("weights.generate", "sample text from a checkpoint or an exported folder", "A run and after"),
+    "evaluate": Verb(
+        "weights.evaluate", "loss, perplexity and bits per byte of trained weights on a corpus", "A run and after"
+    ),
     "export": Verb("weights.export", "export a checkpoint as a Hugging Face folder", "A run and after"),
     "convert": Verb("weights.convert", "convert a pickle checkpoint to safetensors, in a sandboxed process", "A run and after"),
     "import": Verb("weights.import_", "import a Hugging Face folder as the first checkpoint of a run", "A run and after"),

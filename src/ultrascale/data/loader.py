@@ -174,7 +174,8 @@ def _count_sequences(corpus: Corpus, sequence_length: int) -> int:
     count = (corpus.num_tokens - 1) // sequence_length
     if count < 1:
         problem = f"holds {corpus.num_tokens} tokens, a sequence needs {sequence_length + 1}"
-        remedy = 'Prepare more text, or lower batch.sequence_length; evaluation.every_steps = "none" reads no held-out text.'
+        shorter = "lower batch.sequence_length (of `evaluate` --sequence-length)"
+        remedy = f'Prepare more text, or {shorter}; evaluation.every_steps = "none" reads no held-out text.'
         raise DataError(str(corpus.path), problem, remedy)
     return count
 

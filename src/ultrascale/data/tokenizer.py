@@ -12,6 +12,7 @@ any place to cut) is counted.
 from __future__ import annotations
 
 import hashlib
+import re
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -26,6 +27,9 @@ WINDOW, CONTEXT = 1 << 18, 1 << 12
 SMALLEST_VOCABULARY, LARGEST_VOCABULARY = 257, 1_000_000
 LONG_TEXT = 4 * WINDOW
 """Characters from which a document is tokenized in windows."""
+_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
+_ONE_BYTE = re.compile("<0x[0-9A-F]{2}>")
+"""A space, and a byte that is no token's character, in a tokenizer made by SentencePiece."""
 Token = tuple[int, int, int]  # id, and the characters it begins and ends at
 
 
@@ -44,6 +48,19 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     tokenizer.encode_special_tokens = True
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)  # type: ignore[assignment] (adds nothing; keeps offsets)
     return tokenizer
+
+
+def bytes_by_id(path: Path) -> dict[int, int]:
+    """Bytes of UTF-8 text that each id of a `tokenizer.json` stands for; none for special tokens. A space that a tokenizer puts
+    before a document counts."""
+    tokenizer = load_tokenizer(path)
+    added = tokenizer.get_added_tokens_decoder()
+    is_byte_level = "ByteLevel" in str(tokenizer.decoder)  # then each character of a token stands for one byte
+    sizes = {
+        number: len(token) if is_byte_level else 1 if _ONE_BYTE.fullmatch(token) else len(token.replace(_SPACE, " ").encode())
+        for token, number in tokenizer.get_vocab(with_added_tokens=False).items()
+    }
+    return sizes | {number: 0 if token.special else len(token.content.encode()) for number, token in added.items()}
 
 
 def tokenizer_facts(path: Path, eod: str | None = None) -> TokenizerFacts:

@@ -12,11 +12,15 @@ from ultrascale.data.loader import Loader
 from ultrascale.description.progress import StepSpan
 from ultrascale.description.run import Run
 from ultrascale.description.units import count_of
+from ultrascale.models.decoder import Decoder
 from ultrascale.parallel.data.data_parallel import release_parameters
 from ultrascale.train.micro_batches import MicroBatch, sequence_numbers
 from ultrascale.train.session.moments import LoopObserver, Session, StepDone
 from ultrascale.train.trainer import Trainer
 from ultrascale.train.watch.signs_of_life import slow_part
+
+LOGITS_TOGETHER = 1 << 26
+"""Largest number of logits in one forward pass of `evaluate_alone`, unless one sequence has more."""
 
 
 class HeldOut(LoopObserver):
@@ -78,6 +82,25 @@ def evaluate(trainer: Trainer, loader: Loader, num_sequences: int) -> float | No
     sums = torch.stack([trainer.counted(losses), torch.tensor(targets, dtype=torch.float64)])
     loss_total, target_total = trainer.ranks.sum(sums).tolist()
     return loss_total / target_total if target_total else None
+
+
+@torch.no_grad()
+def evaluate_alone(decoder: Decoder, loader: Loader, num_sequences: int) -> tuple[float, torch.Tensor]:
+    """Loss of a whole model in this process: nats summed over the first `num_sequences` sequences of `loader`, and how often
+    each token id is a target [V] int64."""
+    device, vocabulary = decoder.head_weight.device, decoder.spec.vocab_size
+    together = max(1, LOGITS_TOGETHER // (loader.sequence_length * vocabulary))
+    total, counts = 0.0, torch.zeros(vocabulary, dtype=torch.int64)
+    for first in range(0, num_sequences, together):
+        read = loader.read(range(first, min(first + together, num_sequences)))
+        tokens, targets, positions, documents = (
+            torch.from_numpy(array).to(device) for array in (read.tokens, read.targets, read.positions, read.document_ids)
+        )
+        total += float(
+            decoder(tokens, targets=targets, positions=positions, document_ids=documents if loader.document_mask else None)
+        )
+        counts += torch.from_numpy(read.targets[read.targets >= 0]).bincount(minlength=vocabulary)
+    return total, counts
 
 
 def _batch(trainer: Trainer, loader: Loader, numbers: range, num_sequences: int) -> MicroBatch:

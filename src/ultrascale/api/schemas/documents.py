@@ -615,6 +615,28 @@ class Generated(TypedDict):
     tokens: list[int]
 
 
+class CorpusLoss(TypedDict):
+    """Loss on one corpus; null if it is not finite, or nothing is predicted."""
+
+    corpus: str
+    sequences: int
+    targets: int
+    """Predicted tokens."""
+    loss: float | None
+    """Mean over them, nats."""
+    perplexity: float | None
+    bits_per_byte: float | None
+    """Null without a tokenizer."""
+
+
+class Evaluated(TypedDict):
+    """Loss of trained weights on corpora."""
+
+    source: str
+    sequence_length: int
+    corpora: list[CorpusLoss]
+
+
 class Exported(TypedDict):
     """A checkpoint exported as a Hugging Face folder."""
 
@@ -869,7 +891,8 @@ DOCUMENTS: dict[str, tuple[Any, ...]] = {
     "schedule-executed": (ScheduleExecuted,), "trace": (Trace,), "trace-stages": (TraceStage,), "check": (Verdict,),
     "check-matrix": (MatrixCell,), "faults": (Faults,), "sweep": (Sweep,), "report": (Summary, Report), "run": (ShownRun,),
     "model": (Model, ShownModel), "clusters": (Clusters,), "stack": (Stack,), "keys": (Keys,), "validate": (Validate,),
-    "doctor": (Doctor,), "checkpoints": (Checkpoints,), "generate": (Generated,), "export": (Exported,), "import": (Imported,),
+    "doctor": (Doctor,), "checkpoints": (Checkpoints,), "generate": (Generated,), "evaluate": (Evaluated,),
+    "export": (Exported,), "import": (Imported,),
     "demo": (Demo,), "rules": (Rules,), "convert": (ConvertedFolder,), "primer": (Primer,), "measure-step": (MeasuredStep,),
     "measure-speed": (Speed,), "measure-network": (MeasuredNetwork,), "soak": (Soak,), "train": (Trained,),
     "data-prepare": (DataPrepared,), "data-inspect": (DataInspected,),

@@ -14,9 +14,9 @@ from typing import Any
 VERSIONS = {
     "plan": 2, "compare": 2, "plan-far": 1, "schedule": 1, "schedules": 1, "schedule-executed": 1, "trace": 2,
     "trace-stages": 1, "check": 1, "check-matrix": 1, "faults": 1, "sweep": 1, "report": 1, "run": 1, "model": 1,
-    "clusters": 1, "stack": 1, "keys": 1, "validate": 1, "doctor": 1, "checkpoints": 1, "generate": 1, "export": 1,
-    "import": 1, "convert": 1, "demo": 1, "primer": 1, "measure-step": 1, "measure-speed": 1, "measure-network": 1, "soak": 1,
-    "train": 2, "data-prepare": 1, "data-inspect": 1, "rules": 1,
+    "clusters": 1, "stack": 1, "keys": 1, "validate": 1, "doctor": 1, "checkpoints": 1, "generate": 1, "evaluate": 1,
+    "export": 1, "import": 1, "convert": 1, "demo": 1, "primer": 1, "measure-step": 1, "measure-speed": 1,
+    "measure-network": 1, "soak": 1, "train": 2, "data-prepare": 1, "data-inspect": 1, "rules": 1,
 }  # fmt: skip
 
 

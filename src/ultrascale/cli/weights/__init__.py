@@ -1,1 +1,1 @@
-"""Verbs for checkpoints and weights: `checkpoint`, `export`, `import`, `convert`, `generate`."""
+"""Verbs for checkpoints and weights: `checkpoint`, `export`, `import`, `convert`, `generate`, `evaluate`."""

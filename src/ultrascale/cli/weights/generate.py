@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from ultrascale.cli.terminal.parse import parse
-from ultrascale.cli.terminal.screen import print_json
-from ultrascale.cli.weights.opening import expect_contents, folder_problems, open_trained_and_print
+from ultrascale.cli.terminal.screen import harmless, print_json
+from ultrascale.cli.weights.opening import expect_contents, expect_device, folder_problems, open_trained_and_print
 from ultrascale.config.rules.early import device_problems
 from ultrascale.console import print_line
 from ultrascale.description.problems import Problem, expect_none, mistake
@@ -62,20 +62,18 @@ def generate(
         [*folder_problems(folder), *(replace(problem, key=f"--{problem.key.replace('_', '-')}") for problem in options)]
     )
     expect_contents(folder)
-    import torch
     from tokenizers.decoders import DecodeStream
 
     from ultrascale.models.generate import generate as continue_text
     from ultrascale.models.generate import prompt_problems
     from ultrascale.parallel.precision.mixed_precision import TORCH_DTYPE
 
-    expect_none(_device_problems(device))
+    where = expect_device(device)
     trained = open_trained_and_print(folder)
     file = _tokenizer_file(trained, tokenizer)
     vocabulary, ends = _read_tokenizer(file)
     ids = vocabulary.encode(prompt).ids if prompt else _document_start(ends)
     expect_none(_vocabulary_problems(trained, file, vocabulary) or prompt_problems(trained.model, ids))
-    where = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     decoder = trained.decoder(dtype=TORCH_DTYPE[precision], device=where)
     new_ids: list[int] = []
     pieces: list[str] = []
@@ -113,14 +111,6 @@ def _file_problems(tokenizer: Path | None) -> list[Problem]:
     return [Problem("tokenizer", f"there is no file {tokenizer}", "Name a tokenizer.json.")]
 
 
-def _device_problems(device: str) -> list[Problem]:
-    import torch
-
-    if device != "cuda" or torch.cuda.is_available():
-        return []
-    return [Problem("device", "is cuda, but torch finds no CUDA device", "--device cpu; `ultrascale doctor` says more.")]
-
-
 def _tokenizer_file(trained: Trained, file: Path | None) -> Path:
     from ultrascale.models.files.tokenizer_files import find_tokenizer
 
@@ -155,13 +145,10 @@ def _vocabulary_problems(trained: Trained, file: Path, vocabulary: Tokenizer) ->
 
 def _fingerprints(trained: Trained) -> set[str]:
     """Fingerprints of the tokenizer of the training data, from its manifests, or else of the model's own tokenizer file."""
-    from ultrascale.config.resolve import run_from_toml
     from ultrascale.data.manifest import NAME, load_manifest
-    from ultrascale.train.folder.facts import read_facts
 
-    if trained.steps_done is not None:
-        run = run_from_toml(read_facts(trained.source)["run"], where=f"{trained.source}, metadata")
-        prepared = [Path(source.path) for source in run.data.sources if (Path(source.path) / NAME).exists()]
+    if trained.run is not None:
+        prepared = [Path(source.path) for source in trained.run.data.sources if (Path(source.path) / NAME).exists()]
         if prepared:
             return {load_manifest(folder).tokenizer.fingerprint for folder in prepared}
     return set() if trained.tokenizer is None else {hashlib.sha256(trained.tokenizer.read_bytes()).hexdigest()}
@@ -178,4 +165,4 @@ def _document_start(ends: tuple[int, ...]) -> list[int]:
 def _write(text: str, *, silent: bool) -> None:
     """Write text as it is generated."""
     if not silent:
-        print(text, end="", flush=True)
+        print(harmless(text) if sys.stdout is not None and sys.stdout.isatty() else text, end="", flush=True)

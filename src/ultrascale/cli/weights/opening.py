@@ -1,4 +1,4 @@
-"""Opening of trained weights for `generate` and `export`, with a warning about newer damaged checkpoints."""
+"""Opening of trained weights for `generate`, `evaluate` and `export`, with a warning about newer damaged checkpoints."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ultrascale.checkpoint.listing import expect_readable
 from ultrascale.config.rules.early import has_checkpoints
 from ultrascale.config.rules.trainable import expect_trainable
 from ultrascale.description.architecture.huggingface import from_hf
-from ultrascale.description.problems import Problem
+from ultrascale.description.problems import Problem, mistake
 from ultrascale.models.files.weight_files import weight_files
 
 if TYPE_CHECKING:
@@ -33,6 +33,16 @@ def expect_contents(path: Path) -> None:
         weight_files(path)
     else:
         expect_readable(path)
+
+
+def expect_device(device: str) -> str:
+    """ "cpu" or "cuda", which "auto" stands for if there is one. Raises SpecError if there is none."""
+    import torch
+
+    has_cuda = torch.cuda.is_available()
+    if device == "cuda" and not has_cuda:
+        raise mistake("--device", "is cuda, but torch finds no CUDA device", "--device cpu; `ultrascale doctor` says more.")
+    return device if device != "auto" else "cuda" if has_cuda else "cpu"
 
 
 def open_trained_and_print(path: Path) -> Trained:

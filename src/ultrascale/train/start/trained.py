@@ -49,6 +49,8 @@ class Trained:
     """The folder that was read: a checkpoint or a Hugging Face folder."""
     steps_done: int | None = None
     """Steps done at the checkpoint; None for a Hugging Face folder."""
+    run: Run | None = None
+    """The run of a checkpoint."""
     dtype: torch.dtype | None = None
     """Dtype of the Hugging Face folder that a checkpoint's run started from, if narrower than the checkpoint's."""
 
@@ -138,7 +140,7 @@ def _open_checkpoint(folder: Path) -> Trained:
     run = run_from_toml(facts["run"], where=f"{folder}, metadata")
     tokenizer_file = folder.resolve().parent.parent / TOKENIZER_FILE  # in the run's folder, even if that was moved
     tokenizer = tokenizer_file if tokenizer_file.exists() else tokenizer_of(run)
-    return Trained(run.model, weights_in(tensors), tokenizer, folder, facts["steps_done"], dtype_of(facts))
+    return Trained(run.model, weights_in(tensors), tokenizer, folder, facts["steps_done"], run, dtype_of(facts))
 
 
 def _model_differences(expected: Model, actual: Model, folder: str | Path) -> list[Problem]:
