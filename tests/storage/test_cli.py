@@ -25,7 +25,7 @@ def ultrascale(server: str, folder: Path, *words: str, **more: str) -> subproces
     """Run the command in `folder` with the server's address in its environment."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
     return subprocess.run(
-        [sys.executable, "-m", "ultrascale", *words], cwd=folder, capture_output=True, text=True, timeout=240,
+        [sys.executable, "-m", "ultrascale", *words], cwd=folder, capture_output=True, text=True, timeout=600,
         env=kept | environment(server) | {"OMP_NUM_THREADS": "1"} | more,
     )  # fmt: skip
 
