@@ -1,5 +1,5 @@
+import io
 import json
-import sys
 from contextlib import redirect_stdout
 from pathlib import Path
 from shutil import copytree
@@ -74,13 +74,18 @@ def test_generate_prints_the_prompt_and_what_follows_as_json_tells_it(exported, 
     assert capsys.readouterr().out == PROMPT + found["text"] + "\n"
 
 
-def test_a_terminal_gets_no_control_characters_of_text_and_a_file_gets_all(exported, capsys, monkeypatch):
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_gets_no_control_characters_of_text_and_a_file_gets_all(exported, capsys):
     words = ["generate", str(exported), "--prompt", "the \x1b[2Jmodel\n", "--max-new-tokens", "1"]
     assert main(words) == 0
     assert "the \x1b[2Jmodel\n" in capsys.readouterr().out
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    assert main(words) == 0
-    assert "the \\x1b[2Jmodel\n" in capsys.readouterr().out
+    with redirect_stdout(Terminal()) as terminal:
+        assert main(words) == 0
+    assert "the \\x1b[2Jmodel\n" in terminal.getvalue()
 
 
 @pytest.mark.parametrize(
