@@ -72,6 +72,13 @@ def test_a_run_goes_on_in_its_folder_also_after_that_was_renamed(run_file, tmp_p
     assert not (tmp_path / "small").exists()
 
 
+def test_a_complete_run_started_again_says_that_nothing_is_left(run_file, capsys):
+    assert train(run_file, "--steps", "4") == 0
+    assert "complete" not in capsys.readouterr().out
+    assert train(run_file, "--steps", "4") == 0
+    assert "complete: all 4 steps are done; --steps N for more\n" in capsys.readouterr().out
+
+
 def test_the_run_folder_keeps_the_flags_it_was_started_with(run_file, tmp_path):
     assert train(run_file, "--name", "other", "--seed", "7") == 0
     assert main(["train", str(tmp_path / "other"), "--name", "third"]) == 0

@@ -157,6 +157,8 @@ def _write_start(trainer: Trainer, folder: RunFolder, metrics: Metrics, newest: 
     if newest.folder is not None:
         metrics.line(f"resumed from {newest.folder} at step {trainer.steps_done}")
         metrics.lines(changes_since(newest.folder, run))
+    if trainer.steps_done >= run.steps:
+        metrics.line(f"complete: all {run.steps} steps are done; --steps N for more")
 
 
 def _changed_versions(before: Any, now: dict[str, Any]) -> list[str]:
