@@ -73,10 +73,10 @@ def test_a_run_goes_on_in_its_folder_also_after_that_was_renamed(run_file, tmp_p
 
 
 def test_a_complete_run_started_again_says_that_nothing_is_left(run_file, capsys):
-    assert train(run_file, "--steps", "4") == 0
-    assert "complete" not in capsys.readouterr().out
-    assert train(run_file, "--steps", "4") == 0
-    assert "complete: all 4 steps are done; --steps N for more\n" in capsys.readouterr().out
+    assert train(run_file, "--steps", "8") == 0
+    assert "\ncomplete: " not in capsys.readouterr().out
+    assert train(run_file, "--steps", "8") == 0
+    assert "complete: all 8 steps are done; --steps N for more\n" in capsys.readouterr().out
 
 
 def test_the_run_folder_keeps_the_flags_it_was_started_with(run_file, tmp_path):
