@@ -118,6 +118,7 @@ def test_bytes_of_ids_are_those_of_the_text_that_they_stand_for(home, tmp_path):
         (("{export}",), "names no validation data"),
         (("{run}", "{home}/train"), "is not a folder of prepared text"),
         (("{run}", "--sequence-length", "99999"), "but the model's context is"),
+        (("{run}", "--seq-len", "32"), "Did you mean --sequence-length?"),
         (("{run}", "--sequences", "0"), "must be at least 1, is 0"),
         (("{home}/train", "{home}/unseen"), "neither config.json with weights nor a checkpoint"),
         (("{export}", "{home}/other", "--sequence-length", "24"), "another tokenizer"),

@@ -1,5 +1,6 @@
 import subprocess
 import sys
+from pathlib import Path
 from textwrap import dedent
 
 import pytest
@@ -314,6 +315,7 @@ def test_files_that_extend_in_a_circle_or_are_missing_are_named(tmp_path):
     c = write(tmp_path, "c.toml", 'extends = "d.toml"\n[model]\npreset = "tiny-llama"\n[batch]\nsequence_length = 64\n')
     assert problems(c)[str(tmp_path / "d.toml")].where == f"{c}, extends"
     assert "there is no such file" in problems(tmp_path / "no.toml")[str(tmp_path / "no.toml")].rule
+    assert "ultrascale plan --model llama-3-8b" in problems(Path("llama-3-8b"))["llama-3-8b"].remedy
 
 
 @pytest.mark.catalogue(60)

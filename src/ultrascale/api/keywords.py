@@ -164,8 +164,8 @@ def unknown_flag(flag: str, known: list[str], verb: str, *, settings: bool) -> P
     meant = letters[closest[0]] if closest else _flag(last[tail]) if (tail := name.replace("_", "").lower()) in last else None
     ours = "processes" if name in PROCESS_FLAGS and "--processes" in known else ELSEWHERE.get(name)
     if ours is not None and word not in letters:
-        short = "--seq-len" if ours == "batch.sequence_length" else _flag(ours.rpartition(".")[2])
-        meant = short if short in known else _flag(ours) if settings else meant
+        short = [_flag(ours.rpartition(".")[2]), *(["--seq-len"] if ours == "batch.sequence_length" else [])]
+        meant = next((name for name in short if name in known), _flag(ours) if settings else meant)
     if name.startswith("resume") and verb == "train":
         return Problem(flag, f"is no flag of {verb}", "Leave it out: the same command resumes a run.")
     remedy = f"Did you mean {meant}?" if meant not in (None, flag.replace("_", "-")) else f"See `ultrascale {verb} --help`."

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ultrascale.catalogue.models.model_presets import PRESETS
 from ultrascale.config.schema import INVALID, STAND_INS, ValueContext, convert, leaves, sections, unknown_key
 from ultrascale.description.parsing import MOST_TOML, key_lines, parse_toml, read_bounded
 from ultrascale.description.problems import MOST_PROBLEMS, Problem
@@ -112,14 +113,13 @@ def _file_text(path: Path, problems: list[Problem], *, extended_by: Path | None)
     try:
         return read_bounded(path, MOST_TOML, encoding="utf-8-sig")
     except FileNotFoundError:
-        neighbours = (
-            sorted(str(p) for p in path.parent.glob("*.toml") if p.name != "pyproject.toml")[:5] if path.parent.is_dir() else []
-        )
-        remedy = (
-            f"There {'is' if len(neighbours) == 1 else 'are'} {', '.join(neighbours)}."
-            if neighbours
-            else "Give the path of a TOML file."
-        )
+        neighbours = sorted(str(p) for p in path.parent.glob("*.toml") if p.name != "pyproject.toml")[:5]
+        if str(path) in PRESETS:
+            remedy = f'It is a model: `ultrascale plan --model {path} --gpus 8xh100`; in a file, [model] preset = "{path}".'
+        elif neighbours:
+            remedy = f"There {'is' if len(neighbours) == 1 else 'are'} {', '.join(neighbours)}."
+        else:
+            remedy = "Give the path of a TOML file."
         problems.append(Problem(str(path), "there is no such file", remedy, where))
     except UnicodeDecodeError as error:
         problems.append(Problem(str(path), f"is not UTF-8 at byte {error.start}", "Save it as UTF-8.", where))
