@@ -21,10 +21,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ultrascale.description.schedules import SCHEDULES
-from ultrascale.plan.layouts import distinct
+from ultrascale.plan.layouts import Floats, Indices, distinct
 from ultrascale.plan.pipeline.pipeline_board import Board, release_board
 from ultrascale.plan.pipeline.pipeline_program import Program, program_of
 from ultrascale.plan.pipeline.play import Floats, StageSeconds, as_columns, priced_board, step_seconds
@@ -51,7 +50,7 @@ class Rounds:
     """Number of waves in a round."""
     inside: int
     """Number of rounds in the short schedule."""
-    carried: NDArray[np.intp]
+    carried: Indices
     """Earlier actions that a round reads, as (negative) indices relative to the round's first action."""
 
     @property
