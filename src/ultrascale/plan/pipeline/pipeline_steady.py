@@ -26,7 +26,7 @@ from ultrascale.description.schedules import SCHEDULES
 from ultrascale.plan.layouts import Floats, Indices, distinct
 from ultrascale.plan.pipeline.pipeline_board import Board, release_board
 from ultrascale.plan.pipeline.pipeline_program import Program, program_of
-from ultrascale.plan.pipeline.play import Floats, StageSeconds, as_columns, priced_board, step_seconds
+from ultrascale.plan.pipeline.play import StageSeconds, as_columns, priced_board, step_seconds
 from ultrascale.schedules.build import DEFAULT_VIRTUAL_STAGES, is_file
 
 ROUNDS = 3
