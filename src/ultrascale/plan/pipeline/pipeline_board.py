@@ -36,13 +36,13 @@ class _Move(NamedTuple):
 
 
 class Board:
-    """Arrays for a number of cases, and views of the waves from `begin` to `end`. Not safe for concurrent threads."""
+    """Arrays for a number of cases, and views of all waves. Not safe for concurrent threads."""
 
-    def __init__(self, program: Program, work: Floats, lags: Floats, ends: Floats, begin: int = 0, end: int | None = None):
+    def __init__(self, program: Program, work: Floats, lags: Floats, ends: Floats):
         self.work, self.lags, self.ends = work, lags, ends
-        """Seconds of every action [actions, cases, ...]; of messages from its sources [1, or 2 with pairs, actions, cases,
-        ...]; its end time [actions + 1, cases, ...], the last row zeros."""
-        self._moves = [self._move(wave) for wave in program.moves[begin:end]]
+        """Seconds of every action [actions, cases]; of messages from its sources [1, or 2 with pairs, actions, cases]; its end
+        time [actions + 1, cases], the last row zeros."""
+        self._moves = [self._move(wave) for wave in program.moves]
 
     def _move(self, wave: Wave) -> _Move:
         numbers, previous, sources = wave
