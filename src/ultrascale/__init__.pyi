@@ -1,4 +1,4 @@
-"""Written by `python -m ultrascale.api.schemas.stub`."""
+"""Written by `python .ci/write_stub.py`."""
 
 from collections.abc import Mapping, Sequence
 from os import PathLike

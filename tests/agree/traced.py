@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
@@ -12,8 +15,9 @@ from ultrascale.description.run import Batch, Data, Run
 from ultrascale.models import router
 from ultrascale.parallel.mesh import Ranks
 from ultrascale.trace.rank import EmptySequences, documents_of, record_steps
+from ultrascale.trace.recording.recipes import tensors_in
 from ultrascale.trace.recording.record import RankTrace
-from ultrascale.trace.recording.recorder import Recorder
+from ultrascale.trace.recording.recorder import OWN_OPERATIONS, Handler, Recorder
 from ultrascale.train.trainer import Trainer
 
 
@@ -23,13 +27,40 @@ def run_of(model: Model, layout: Layout, *, length: int = 64, num_micro_batches:
     return Run(model, layout=layout, batch=Batch(length, sequences), data=Data(document_mask=documents))
 
 
+class RealRecorder(Recorder):
+    """Records operations and messages that happen, on the CPU."""
+
+    def __init__(self, trace: RankTrace):
+        super().__init__(trace)
+        self.counted = ("cpu",)
+
+    def _handler(self, func: Any) -> Handler:
+        is_known = func.namespace in ("c10d", "_c10d_functional") or func in OWN_OPERATIONS
+        return super()._handler(func) if is_known else self._really
+
+    def _really(self, func: Any, args: Any, options: Any) -> Any:
+        result = func(*args, **options)
+        self._count_flops(func, args, options, result)
+        for tensor in tensors_in((*args, *options.values())):
+            self._count(tensor, self._region or "other")
+        self._count_all(result, func)
+        return result
+
+    def _communicate(self, func: Any, args: Any, options: Any) -> Any:
+        sent = self.trace.sent
+        before = len(sent)
+        self._note(func, args)
+        sent[before:] = [replace(message, is_host=False) for message in sent[before:]]  # the device is the host
+        return func(*args, **options)
+
+
 def really(rank: int, run: Run, steps: int, *, documents: int | None = None) -> RankTrace:
     """What `trace_rank` tells, of steps that happen. Experts are chosen in turn, so that their loads are even."""
     router.choose = _in_turn
     world = run.layout.world_size
     trace = RankTrace(run.model, run.layout, rank, "cpu")
     ranks = Ranks(rank, world, torch.device("cpu"), dist.group.WORLD if world > 1 else None)
-    recorder = Recorder(trace, is_real=True)
+    recorder = RealRecorder(trace)
     with recorder:
         sequences = EmptySequences(run.batch.sequence_length, documents=documents or documents_of(run.layout.cp))
         trainer = Trainer(run, ranks, sequences)  # pyright: ignore[reportArgumentType]

@@ -9,25 +9,25 @@ from pathlib import Path
 import pytest
 from api.questions import CHECKS, OTHERS, PLANS, SCHEDULES, TRACES, printed
 from api.validator import mistakes, wrong
+from schema_documents import DOCUMENTS
+from write_schemas import schema_of, text_of
 
 import ultrascale as us
-from ultrascale.api.schemas.documents import DOCUMENTS
-from ultrascale.api.schemas.json_schema import FOLDER, file_of, names, schema_of, text_of
-from ultrascale.api.schemas.stamp import VERSIONS
+from ultrascale.api.stamp import FOLDER, SCHEMA_NAMES, VERSIONS, schema_file
 
 ROOT = Path(__file__).parents[2]
 NOT_DOCUMENTS = {"measure_network.py": 1, "show_schedule.py": 0, "train.py": 1}
 """What else a verb writes as JSON: an argument for its processes, a line of events.jsonl."""
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", SCHEMA_NAMES)
 def test_a_schema_in_the_package_is_the_one_its_description_makes(name):
-    assert file_of(name).read_text() == text_of(name), "write it anew: python -m ultrascale.api.schemas.json_schema"
+    assert schema_file(name).read_text() == text_of(name), "write it anew: python .ci/write_schemas.py"
 
 
 def test_every_version_is_described_and_every_file_is_of_one():
     assert set(DOCUMENTS) == set(VERSIONS)
-    assert {path.name for path in FOLDER.glob("*.json")} == {file_of(name).name for name in names()}
+    assert {path.name for path in FOLDER.glob("*.json")} == {schema_file(name).name for name in SCHEMA_NAMES}
 
 
 @pytest.mark.parametrize("question", [*PLANS, *SCHEDULES, *TRACES, *CHECKS], ids=lambda question: question.name)

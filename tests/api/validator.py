@@ -6,8 +6,9 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from ultrascale.api.schemas.json_schema import schema_of
-from ultrascale.api.schemas.stamp import VERSIONS
+from write_schemas import schema_of
+
+from ultrascale.api.stamp import VERSIONS
 
 TYPES: dict[str, tuple[type, ...]] = {
     "object": (dict,), "array": (list,), "string": (str,), "boolean": (bool,), "null": (type(None),), "integer": (int,),

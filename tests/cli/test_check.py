@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 from api.validator import mistakes
+from write_schemas import schema_of
 
-from ultrascale.api.schemas.json_schema import schema_of
 from ultrascale.check import matrix, prove
 from ultrascale.check.faults.plants import PLANTS
 from ultrascale.check.faults.table import FAULTS

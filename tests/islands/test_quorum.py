@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +29,9 @@ from ultrascale.description.layout import Layout
 from ultrascale.description.problems import SpecError
 from ultrascale.description.run import Run, Source
 from ultrascale.description.sections.islands import Islands
+from ultrascale.islands.admission import Decision
 from ultrascale.islands.link import Group
+from ultrascale.islands.presence import island_of
 from ultrascale.islands.quorum import Quorum
 from ultrascale.islands.store import FolderStore
 from ultrascale.launch import apart
@@ -52,8 +54,23 @@ def run_at(home: Path, name: str, settings: Islands = SETTINGS, **changes: Any) 
 
 
 def told_to_skip(monkeypatch: pytest.MonkeyPatch, away: set[tuple[int, int]]) -> None:
-    """Leave out these (outer step, island)."""
-    monkeypatch.setattr(Quorum, "leaves_out", staticmethod(lambda step, number: (step, number) in away))
+    """Leave out these (outer step, island), though they are present: the others compute what they would had it died."""
+    proposed = Quorum._proposed
+
+    def without(quorum: Quorum, step: int, attempt: int, expected: Sequence[str], gone: dict[str, str]) -> Decision:
+        islands, admission = quorum.islands, quorum.admission
+        after = islands.next_outer_step(step, step + islands.every_steps)
+        absent = set(range(islands.count)) - {island_of(member) for member in admission.last.members}
+        returning = [number for number in absent if (step, number) in away and (after, number) not in away]
+        for _ in admission.poll("for islands that come back"):
+            quorum._retry_failed(step)
+            if all(admission.knocking(number) is not None for number in returning):
+                break
+        skipped = {name: "is told to be left out" for name in expected if (step, island_of(name)) in away}
+        decision = proposed(quorum, step, attempt, expected, skipped | gone)
+        return replace(decision, joining=tuple(name for name in decision.joining if (after, island_of(name)) not in away))
+
+    monkeypatch.setattr(Quorum, "_proposed", without)
 
 
 def finished(started: list[Started], steps: int = 12) -> None:

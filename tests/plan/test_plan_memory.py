@@ -77,13 +77,6 @@ def test_a_long_accumulation_peaks_where_one_of_three_micro_batches_does() -> No
     assert long.peak.total - long.by_category["other"] == short.peak.total - short.by_category["other"]
 
 
-def test_without_state_the_first_step_peaks_lower_by_the_moments() -> None:
-    plan = planned(Layout(dp=64, precision="bf16"), optimizer_state_exists=False, steps=2)
-    first, second = (plan.peak_by_step[step] for step in (0, 1))
-    assert first.phase == "forward" or first.by_category["optimizer"] > 0
-    assert second.by_category["optimizer"] == num_parameters(LLAMA) * 8
-
-
 def test_document_masks_are_kept_once_for_all_blocks() -> None:
     layout = Layout(dp=64, zero_stage=3, precision="bf16")
     with_mask, without = (planned(layout, documents=documents, device="cpu") for documents in (True, False))

@@ -13,7 +13,7 @@ import torch
 from api.validator import wrong
 from train.small_runs import at_step, make_corpus, small_run, state, train_here
 
-from ultrascale.api.schemas.stamp import stamped
+from ultrascale.api.stamp import stamped
 from ultrascale.checkpoint import Slice, load_full, newest_valid, save
 from ultrascale.cli.main import main
 from ultrascale.cli.soak import table, to_json

@@ -15,7 +15,7 @@ from ultrascale.api.extras import naming_extras
 from ultrascale.api.keywords import VerbRequest, read_keywords
 from ultrascale.api.planning.plan_request import SHORT
 from ultrascale.api.planning.run_of import ModelAndMachines, planned_run
-from ultrascale.api.schemas.stamp import stamped
+from ultrascale.api.stamp import stamped
 from ultrascale.check.cases import cases, smallest_run_of, with_faults
 from ultrascale.check.faults.table import FAULTS, expect_known
 from ultrascale.check.small import Case, small_layouts

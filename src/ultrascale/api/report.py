@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ultrascale.api.displays import TableRow, frame, html
 from ultrascale.api.extras import naming_extras
 from ultrascale.api.keywords import read_keywords
-from ultrascale.api.schemas.stamp import stamped
+from ultrascale.api.stamp import stamped
 from ultrascale.description.units import format_bytes, format_count
 from ultrascale.page.documents import run_document
 from ultrascale.page.html_file import expect_writable, write_document

@@ -15,7 +15,7 @@ from ultrascale.api.extras import naming_extras
 from ultrascale.api.keywords import read_keywords
 from ultrascale.api.planning.plan_request import SHORT
 from ultrascale.api.planning.run_of import ModelAndMachines, planned_run
-from ultrascale.api.schemas.stamp import stamped
+from ultrascale.api.stamp import stamped
 from ultrascale.description.layout import PipelineRuntime
 from ultrascale.description.problems import Problem, expect_none, mistake
 from ultrascale.description.schedules import SCHEDULE_ALIASES, SCHEDULES

@@ -12,7 +12,7 @@ from typing import Any
 from ultrascale.api.displays import Rows, TableRow, figure, html
 from ultrascale.api.extras import naming_extras
 from ultrascale.api.keywords import read_keywords
-from ultrascale.api.schemas.stamp import stamped
+from ultrascale.api.stamp import stamped
 from ultrascale.config.rules.early import expect_processes
 from ultrascale.data.files import DataError
 from ultrascale.description.problems import Problem, SpecError, expect_none, mistake

@@ -13,7 +13,7 @@ from ultrascale.api.extras import naming_extras
 from ultrascale.api.keywords import VerbRequest, read_keywords
 from ultrascale.api.planning.plan_request import SHORT
 from ultrascale.api.planning.run_of import ModelAndMachines, cluster_of, planned_run
-from ultrascale.api.schemas.stamp import stamped
+from ultrascale.api.stamp import stamped
 from ultrascale.catalogue.cluster import Cluster
 from ultrascale.catalogue.machines import free_bytes, usable_cores
 from ultrascale.config.resolve import resolve

@@ -17,7 +17,7 @@ from shlex import join, quote
 from typing import Any
 
 from ultrascale import console
-from ultrascale.api.schemas.stamp import stamped
+from ultrascale.api.stamp import stamped
 from ultrascale.cli.terminal.parse import parse_with_overrides
 from ultrascale.config.failures import explained, print_error
 from ultrascale.config.resolve import OF_CONFIG, Resolved, resolve, to_toml

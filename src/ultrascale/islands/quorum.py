@@ -66,10 +66,6 @@ class OuterStep:
 class Quorum:
     """The quorum for this rank. All ranks of an island make the same calls and get the same results."""
 
-    leaves_out: Callable[[int, int], bool] = staticmethod(lambda step, island: False)
-    """True if an island is left out of the outer step after `step` steps although it is present. For tests: the others then
-    compute what they would if it had died."""
-
     def __init__(
         self, run: Run, ranks: Ranks, likes: Mapping[str, bool], *, timeout_seconds: float, wants_to_stop: Callable[[], bool]
     ):
@@ -157,7 +153,7 @@ class Quorum:
                 if not attempt and self.wants_to_stop() and any(self.presence.state(member) == HAS_LEFT for member in missing):
                     self.store.first(way_key, "stop")
                 gone = {member: end for member in missing if (end := self._end_of(member, time.monotonic() - began))}
-                if len(gone) == len(missing) and self._have_returned(step):
+                if len(gone) == len(missing):
                     word = self.store.first(f"{key}/members", self._proposed(step, attempt, expected, gone).word)
             if self.store.get(way_key) == "stop" or (word is not None and self.store.first(way_key, "go") == "stop"):
                 return None
@@ -172,27 +168,11 @@ class Quorum:
         return decision
 
     def _proposed(self, step: int, attempt: int, expected: Sequence[str], gone: dict[str, str]) -> Decision:
-        skipped = {
-            name: "is told to be left out" for name in expected if name not in gone and self.leaves_out(step, island_of(name))
-        }
-        members = tuple(name for name in expected if name not in gone and name not in skipped)
+        members = tuple(name for name in expected if name not in gone)
         if len(members) < self.islands.quorum:
             raise LostIslandError(self.admission.too_few(len(members), f"at the outer step after step {step}"))
-        knocking = () if attempt else [self.admission.knocking(i) for i in range(self.islands.count)]
-        joining = tuple(
-            name for name in knocking if name is not None and not self.leaves_out(self._next(step), island_of(name))
-        )
-        return Decision(members, joining, gone | skipped)
-
-    def _have_returned(self, step: int) -> bool:
-        """True if the islands that are to be admitted after this outer step have knocked."""
-        islands = range(self.islands.count)
-        away = set(islands) - {island_of(member) for member in self.admission.last.members}
-        returning = [i for i in away if self.leaves_out(step, i) and not self.leaves_out(self._next(step), i)]
-        return all(self.admission.knocking(island) is not None for island in returning)
-
-    def _next(self, step: int) -> int:
-        return self.islands.next_outer_step(step, step + self.islands.every_steps)
+        knocking = () if attempt else map(self.admission.knocking, range(self.islands.count))
+        return Decision(members, tuple(filter(None, knocking)), gone)
 
     def _end_of(self, member: str, waited: float) -> str:
         """Reason to stop waiting for `member`; empty while there is none."""

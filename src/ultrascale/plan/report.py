@@ -121,7 +121,7 @@ class RunPlan:
         """Memory that recomputation saves and time that it adds, for models with experts (without published figures)."""
         if self.prediction is None or not self.run.model.num_experts:
             return {}
-        from ultrascale.plan.view.recomputation import recompute_tradeoffs  # here: a CPU is planned without NumPy
+        from ultrascale.plan.view.recomputation import recompute_tradeoffs  # here: plans for CPUs do without
 
         ways = recompute_tradeoffs(self.prediction.workload, self.run.layout)
         return {
@@ -160,7 +160,7 @@ def _of_failures(workload: Workload) -> dict[str, Any]:
 
 def prediction_json(prediction: Prediction) -> dict[str, Any]:
     """Prediction of a layout as a JSON-able dictionary: bytes, seconds, FLOPs, tokens."""
-    from ultrascale.plan.time.price import half_precision_peak  # here, so that a CPU is planned without NumPy
+    from ultrascale.plan.time.price import half_precision_peak  # here: plans for CPUs do without
 
     workload = prediction.workload
     peak = half_precision_peak(workload.cluster.accelerator)
@@ -257,14 +257,14 @@ def plan_run(
         return replace(alone, islands=plan_islands(run))
     stack = _with_optimizer_of(run, stack)
     if run.layout.recompute == "auto":
-        from ultrascale.plan.search.recompute_choice import with_recomputation  # here, so that a CPU is planned without NumPy
+        from ultrascale.plan.search.recompute_choice import with_recomputation  # here: plans for CPUs do without
 
         run = with_recomputation(run, cluster, stack, expert_imbalance=expert_imbalance)
     device, knows_rates = device_of(cluster.accelerator), has_rates(cluster.accelerator, run.layout.precision)
     prediction = None
     if knows_rates:
         from ultrascale.plan.search.replayed import with_replay
-        from ultrascale.plan.time.price import predict  # here, so that a CPU is planned without NumPy
+        from ultrascale.plan.time.price import predict  # here: plans for CPUs do without
 
         workload = workload_of(
             run, cluster, stack, expert_imbalance=expert_imbalance, storage=storage, save_seconds=save_seconds
@@ -290,7 +290,7 @@ def plan_run(
     capacity = int(cluster.accelerator.memory_bytes.value)
     reserve = capacity - live_room(cluster.accelerator, run.layout, stack)
     if prediction is not None:
-        from ultrascale.plan.columns.footprint import MARGIN  # NumPy comes with the prediction
+        from ultrascale.plan.columns.footprint import MARGIN
 
         reserve = round(capacity * MARGIN)
     return RunPlan(run, cluster, stack, memory, prediction, capacity, reserve)
@@ -329,7 +329,7 @@ def live_room(accelerator: Accelerator, layout: Layout, stack: Stack) -> int:
     capacity = int(accelerator.memory_bytes.value)
     if device_of(accelerator) == "cpu":
         return capacity - CPU_RESERVE_BYTES
-    from ultrascale.plan.columns.footprint import live_limit  # here, so that a CPU is planned without NumPy
+    from ultrascale.plan.columns.footprint import live_limit  # here: plans for CPUs do without
 
     return live_limit(capacity, layout, joins_segments=stack.joins_segments)
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-import numpy as np
-from numpy.typing import NDArray
-
 from ultrascale.catalogue.cluster import Accelerator, Cluster
 from ultrascale.catalogue.stacks.stack import Overheads, Stack, program_overheads
 from ultrascale.catalogue.stacks.stack_files import STACKS
 from ultrascale.description.architecture.model import Model
 from ultrascale.plan.costs.storage import Storage
+from ultrascale.plan.layouts import Floats
 from ultrascale.work.ops import Shape
 
 
@@ -33,7 +31,7 @@ class Workload:
     """Storage for checkpoints and data; None: its time is not counted."""
     save_seconds: float | None = None
     """Measured seconds that a checkpoint save blocks training; None: predicted."""
-    priced_shapes: dict[Shape, NDArray[np.float64]] = field(default_factory=dict, init=False, compare=False, repr=False)
+    priced_shapes: dict[Shape, Floats] = field(default_factory=dict, init=False, compare=False, repr=False)
     """Cache of `plan.time.blocks.price_blocks`, by shape."""
 
     def with_batch(self, sequences: int) -> Workload:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ultrascale.api.displays import Rows, TableRow, bars, html, shares
 from ultrascale.api.planning.plan_request import PlanRequest
-from ultrascale.api.schemas.stamp import stamped
+from ultrascale.api.stamp import stamped
 from ultrascale.config.resolve import to_toml
 from ultrascale.description.layout import Layout
 from ultrascale.description.run import Run

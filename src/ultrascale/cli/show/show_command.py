@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import tyro
 from rich.table import Table
 
-from ultrascale.api.schemas.stamp import stamped
+from ultrascale.api.stamp import stamped
 from ultrascale.cli.terminal.parse import parse_with_overrides
 from ultrascale.cli.terminal.screen import console_for_people, print_json
 from ultrascale.config.resolve import Resolved, resolve

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import tyro
 
-from ultrascale.api.schemas.json_schema import file_of, names
+from ultrascale.api.stamp import SCHEMA_NAMES, schema_file
 from ultrascale.cli.terminal.parse import parse
 from ultrascale.description.problems import did_you_mean, mistake
 
@@ -27,14 +27,14 @@ def show_schema(name: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf
     if len(name) > 1:
         raise mistake("schema", f"names {len(name)}: {', '.join(name)}", "Name one at a time.")
     if not name:
-        width = max(map(len, names()))
-        for schema_name in names():
-            print(f"{schema_name:{width}}  {file_of(schema_name)}")
+        width = max(map(len, SCHEMA_NAMES))
+        for schema_name in SCHEMA_NAMES:
+            print(f"{schema_name:{width}}  {schema_file(schema_name)}")
         return 0
-    if name[0] not in names():
-        remedy = did_you_mean(name[0], names(), f"There are {', '.join(names())}.")
+    if name[0] not in SCHEMA_NAMES:
+        remedy = did_you_mean(name[0], SCHEMA_NAMES, f"There are {', '.join(SCHEMA_NAMES)}.")
         raise mistake("schema", f"there is none of {name[0]!r}", remedy)
-    print(file_of(name[0]).read_text(), end="")
+    print(schema_file(name[0]).read_text(), end="")
     return 0
 
 

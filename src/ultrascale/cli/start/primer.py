@@ -7,7 +7,7 @@ from typing import Literal
 
 import tyro
 
-from ultrascale.api.schemas.stamp import stamped
+from ultrascale.api.stamp import stamped
 from ultrascale.cli.terminal.parse import parse
 
 Lesson = Literal["access", "tiles", "coarsening", "divergence", "softmax", "attention"]

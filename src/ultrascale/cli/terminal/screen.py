@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from json import dumps
 from typing import TYPE_CHECKING, Any
 
-from ultrascale.api.schemas.stamp import stamped
+from ultrascale.api.stamp import stamped
 from ultrascale.console import Trimmed
 
 if TYPE_CHECKING:

@@ -131,7 +131,7 @@ def attention_mask(
             return Spans(None if document_ids is None else ends_of(document_ids), window, core)
         if document_ids is None and window is None:
             return Causal(core) if core in SDPA_KERNELS else None
-        assert core not in SDPA_KERNELS, "refused before: spec.attention_cores"
+        assert core not in SDPA_KERNELS, "refused before: description.attention_cores"
         if core == "varlen" or (core == "auto" and is_cuda(device) and dtype in FLASH_DTYPES):
             return Spans(None if document_ids is None else ends_of(document_ids), window)
     document_ids = _ids(document_ids)

@@ -154,9 +154,7 @@ def one_width(*tensors: Tensor, multiple: int = HEAD_DIM_MULTIPLE) -> tuple[Tens
 
 def _places_first(*tensors: Tensor) -> list[Tensor]:
     """Tensors as [B, S, H, E] with one head dimension, as the packages take them."""
-    width = max(tensor.shape[-1] for tensor in tensors)
-    width += -width % HEAD_DIM_MULTIPLE
-    return [F.pad(tensor, (0, width - tensor.shape[-1])).transpose(1, 2).contiguous() for tensor in tensors]
+    return [tensor.transpose(1, 2).contiguous() for tensor in one_width(*tensors)]
 
 
 def _repeated(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,12 +17,12 @@ from functools import lru_cache
 from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ultrascale.catalogue.stacks.stack import Selective, Stack
 from ultrascale.description.architecture.model import Model
 from ultrascale.description.architecture.weights import layer_weights, weights_outside_layers
 from ultrascale.description.recomputed import BlockRecompute
+from ultrascale.plan.layouts import Column, Floats
 from ultrascale.plan.memory.block_walk import BlockWalk, Nothing, Unwinding
 from ultrascale.plan.memory.ledger import Allocation, Ledger
 from ultrascale.plan.memory.sharding import Shards
@@ -31,8 +31,6 @@ from ultrascale.plan.split_backward import is_deferrable, is_row_sum
 from ultrascale.work.recompute import recompute_of_mode, regions_of, saved_results
 from ultrascale.work.work import Activation, Op, Shape, block_work, embedding_work, head_work
 
-Column = NDArray[np.int64]
-"""Bytes by shape."""
 Recompute = str
 """Recomputation of one block, in the words of `description.recomputed`."""
 WeightGradients = Literal["held", "momentary", "in place"]
@@ -63,7 +61,7 @@ def block_memory(
 
 def block_columns(
     model: Model, layer: int, shapes: Sequence[Shape], *, recompute: Recompute, stack: Stack, splits: bool
-) -> NDArray[np.float64]:
+) -> Floats:
     """Fields of `block_memory` of many shapes, [shapes, 4]."""
     works = [block_work(model, layer, shape) for shape in shapes]
     recomputations = [recompute_of_mode(recompute, model, layer, shape, stack) for shape in shapes]
@@ -86,14 +84,14 @@ def block_columns(
     return table
 
 
-def head_columns(model: Model, shapes: Sequence[Shape], *, stack: Stack) -> NDArray[np.float64]:
+def head_columns(model: Model, shapes: Sequence[Shape], *, stack: Stack) -> Floats:
     """Fields of `block_memory` for the final norm, the head and its loss, [shapes, 4]."""
     hidden = _hidden_bytes(model, shapes)
     works = [head_work(model, shape) for shape in shapes]
     return _outside(model, shapes, works, ("hidden",), "loss", np.zeros_like(hidden), stack)
 
 
-def embedding_columns(model: Model, shapes: Sequence[Shape], *, stack: Stack) -> NDArray[np.float64]:
+def embedding_columns(model: Model, shapes: Sequence[Shape], *, stack: Stack) -> Floats:
     """Fields of `block_memory` for the embedding, [shapes, 4]."""
     works = [embedding_work(model, shape) for shape in shapes]
     return _outside(model, shapes, works, (), "hidden", _hidden_bytes(model, shapes), stack)
@@ -102,7 +100,7 @@ def embedding_columns(model: Model, shapes: Sequence[Shape], *, stack: Stack) ->
 def _outside(
     model: Model, shapes: Sequence[Shape], works: Sequence[tuple[Op, ...]], inputs: Sequence[str], result: str,
     result_bytes: Column, stack: Stack,
-) -> NDArray[np.float64]:  # fmt: skip
+) -> Floats:  # fmt: skip
     table, hidden = np.empty((len(shapes), 4)), _hidden_bytes(model, shapes)
     keys = [(shape.precision, tuple(map(_moves, ops))) for shape, ops in zip(shapes, works, strict=True)]
     for rows in _alike(keys):

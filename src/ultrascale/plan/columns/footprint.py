@@ -25,19 +25,17 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ultrascale.description.layout import Layout
 from ultrascale.plan.columns.fp8_state import fp8_bytes
 from ultrascale.plan.columns.rank_activations import rank_activations
 from ultrascale.plan.columns.rank_moments import MOMENTS, aside_bytes, late_bytes, rank_moments
 from ultrascale.plan.columns.rank_state import rank_state
-from ultrascale.plan.layouts import LayoutTable
+from ultrascale.plan.layouts import Bools, Column, Floats, LayoutTable
 from ultrascale.plan.time.stages import Stages, partition_stages
 from ultrascale.plan.workload import Workload
 from ultrascale.schedules.executable import Schedule
 
-Floats = NDArray[np.float64]
 CATEGORIES = ("weights", "gathered", "gradients", "optimizer", "activations", "buffers")
 INDEX_BYTES = 8
 """Bytes of a token or a target: int64."""
@@ -66,9 +64,9 @@ class Footprint:
     """Memory of the device."""
     by_rank: Floats
     """Allocated by the first, a middle and the last rank of the pipeline, [3, layouts]; a sort that does not exist has 0."""
-    worst_rank: NDArray[np.int64]
+    worst_rank: Column
     """Rank of the pipeline that needs most: 0 the first, 1 a middle, 2 the last."""
-    moment: NDArray[np.int64]
+    moment: Column
     """Moment of the peak, an index into `plan.columns.rank_moments.MOMENTS`."""
 
     @property
@@ -77,7 +75,7 @@ class Footprint:
         return self.allocated + RETAINED_SHARE * (self.reserved - self.allocated) + self.outside
 
     @property
-    def flushes(self) -> NDArray[np.bool_]:
+    def flushes(self) -> Bools:
         """True where the allocator's cache does not fit, so that it releases segments in every step."""
         return self.reserved + self.outside > self.capacity
 
@@ -87,7 +85,7 @@ class Footprint:
         return self.capacity * (1 - MARGIN) - self.needed
 
     @property
-    def fits(self) -> NDArray[np.bool_]:
+    def fits(self) -> Bools:
         return self.headroom >= 0
 
     def replayed(self, peak: int) -> Footprint:

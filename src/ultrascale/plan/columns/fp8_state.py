@@ -9,18 +9,15 @@ from math import prod
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ultrascale.description.architecture.model import Model
 from ultrascale.description.architecture.weights import layer_weights
 from ultrascale.plan.laws.collectives import collective_seconds
-from ultrascale.plan.layouts import FP8_SCALINGS, PRECISIONS, LayoutTable
+from ultrascale.plan.layouts import FP8_SCALINGS, PRECISIONS, Floats, LayoutTable
 from ultrascale.plan.time.blocks import kinds_of_layers
 from ultrascale.plan.time.stages import Stages, num_weight_copies
 from ultrascale.plan.workload import Workload
 from ultrascale.work.fp8_slots import SLOT_BYTES, block_slots, num_block_slots
-
-Floats = NDArray[np.float64]
 
 
 class BlockCounts(NamedTuple):

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ultrascale.catalogue.stacks.stack import Stack
 from ultrascale.description.architecture.model import Model
@@ -38,7 +37,17 @@ from ultrascale.plan.columns.rank_loads import (
     loads_of,
     loads_of_actions,
 )
-from ultrascale.plan.layouts import RECOMPUTE, SCHEDULE_NAMES, LayoutTable, by_schedule, distinct
+from ultrascale.plan.layouts import (
+    RECOMPUTE,
+    SCHEDULE_NAMES,
+    Bools,
+    Column,
+    Floats,
+    Indices,
+    LayoutTable,
+    by_schedule,
+    distinct,
+)
 from ultrascale.plan.time.blocks import distinct_shapes, kinds_of_layers
 from ultrascale.plan.time.stages import Stages, chunk_layers_of
 from ultrascale.plan.workload import Workload
@@ -46,7 +55,6 @@ from ultrascale.schedules.executable import Schedule
 from ultrascale.work.op_builders import without_fp8
 from ultrascale.work.work import Shape, block_work, shared_work
 
-Floats = NDArray[np.float64]
 MODES: tuple[Recompute, ...] = ("none", "selective", "full")
 SPLITS_BACKWARD = by_schedule(lambda schedule: bool(schedule.splits_backward))
 EVERY = RECOMPUTE.index("every-k")
@@ -61,14 +69,14 @@ class RankActivations:
     """Bytes at each of `plan.columns.rank_loads.PASSES`, [3, WHEN, layouts]; minus infinity where a rank has no such moment."""
     pending: dict[str, Floats]
     """Fraction of the rank's stages whose gradients from I wait for W at that moment."""
-    bare_head: NDArray[np.bool_]
+    bare_head: Bools
     """True where the last stage is the head alone, [layouts]."""
     saved: Floats
     """Largest number of bytes saved by a block of the rank."""
     embedding_backward: Floats
     """Backward peak of the embedding, with its weight gradient (under FSDP that is counted with FSDP's gradients)."""
-    has_embedding: NDArray[np.bool_]
-    has_head: NDArray[np.bool_]
+    has_embedding: Bools
+    has_head: Bools
     of_blocks: Floats
     """Bytes that all blocks of a rank save of one micro-batch, on the device or off it."""
     dummies: Floats
@@ -90,7 +98,7 @@ class _Blocks:
 
 
 def rank_activations(
-    workload: Workload, table: LayoutTable, stages: Stages, micro_batches: NDArray[np.int64],
+    workload: Workload, table: LayoutTable, stages: Stages, micro_batches: Column,
     schedule: Schedule | None = None, sums: Floats | None = None,
 ) -> RankActivations:  # fmt: skip
     """Activations of every layout of `table`. `schedule`: from a file, for a table of one layout. `sums`: bytes of summed
@@ -200,7 +208,7 @@ def least_of_blocks(workload: Workload, table: LayoutTable, stages: Stages) -> t
     return held, np.where(np.isfinite(largest), np.maximum(largest, 0.0), 0.0)
 
 
-def _all_forward(loads: Loads, columns: Floats, micro_batches: NDArray[np.int64], num_types: int, *, bare_head: bool) -> Floats:
+def _all_forward(loads: Loads, columns: Floats, micro_batches: Column, num_types: int, *, bare_head: bool) -> Floats:
     """Bytes of schedules that run all forward passes first, [3, WHEN, PASSES, layouts]: one micro-batch in full, plus the
     saved bytes of each other one. `bare_head`: the last stage has no blocks, so the loads do not contain the head."""
     most = loads.most(columns)
@@ -220,8 +228,8 @@ def _all_forward(loads: Loads, columns: Floats, micro_batches: NDArray[np.int64]
 
 
 def _pipelines(
-    workload: Workload, table: LayoutTable, stages: Stages, micro_batches: NDArray[np.int64]
-) -> list[tuple[PipelineShape, tuple[int, ...], NDArray[np.intp]]]:
+    workload: Workload, table: LayoutTable, stages: Stages, micro_batches: Column
+) -> list[tuple[PipelineShape, tuple[int, ...], Indices]]:
     """Distinct pipelines of `table`, with the types of blocks of each, and the indices of its layouts."""
     every = np.where(table.recompute == EVERY, table.recompute_every, 0)
     piped = table.pp > 1
@@ -234,16 +242,14 @@ def _pipelines(
     order = np.lexsort(keys)
     keys = keys[:, order]
     starts = np.flatnonzero(np.concatenate([[True], (keys[:, 1:] != keys[:, :-1]).any(axis=0)]))
-    by_pipeline: dict[tuple[PipelineShape, tuple[int, ...]], list[NDArray[np.intp]]] = {}
+    by_pipeline: dict[tuple[PipelineShape, tuple[int, ...]], list[Indices]] = {}
     for start, end in zip(starts, [*starts[1:], len(order)], strict=True):
         key = _pipeline(workload, table, stages, keys[:, start])
         by_pipeline.setdefault(key, []).append(order[start:end])
     return [(*key, np.concatenate(rows)) for key, rows in by_pipeline.items()]
 
 
-def _pipeline(
-    workload: Workload, table: LayoutTable, stages: Stages, key: NDArray[np.int64]
-) -> tuple[PipelineShape, tuple[int, ...]]:
+def _pipeline(workload: Workload, table: LayoutTable, stages: Stages, key: Column) -> tuple[PipelineShape, tuple[int, ...]]:
     """Pipeline of a column of `_pipelines`' numbers, and the types of blocks into which its own types are indices."""
     every, kept, count, virtual, pp, number = map(int, key)
     name = SCHEDULE_NAMES[number]
@@ -281,7 +287,7 @@ def _types(model: Model, modes: tuple[str, ...], every: int, kept: int) -> tuple
 
 
 @lru_cache(maxsize=4096)
-def _blocks_of_ranks(pipeline: PipelineShape) -> tuple[Floats, NDArray[np.bool_]]:
+def _blocks_of_ranks(pipeline: PipelineShape) -> tuple[Floats, Bools]:
     """Blocks by type of the first, the fullest inner and the last rank, for one micro-batch, and which types occur."""
     known, num_stages, num_types = SCHEDULES[pipeline.schedule], len(pipeline.chunks), pipeline.num_types
     cells = np.repeat(np.arange(num_stages), pipeline.chunks) * num_types + np.array(pipeline.types)
@@ -299,10 +305,10 @@ def _blocks(
     workload: Workload,
     table: LayoutTable,
     shapes: list[Shape],
-    shape_of: NDArray[np.intp],
+    shape_of: Indices,
     *,
     any_kept: bool,
-    splits: NDArray[np.bool_],
+    splits: Bools,
 ) -> _Blocks:
     """Bytes of blocks; types in the order of `_types`: by recomputation, fp8 or bf16, kind."""
     kinds = kinds_of_layers(workload.model)[0]

@@ -24,15 +24,14 @@ from itertools import chain, pairwise
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ultrascale.description.schedules import SCHEDULES
+from ultrascale.plan.layouts import Bools, Floats, Indices
 from ultrascale.schedules.accumulate import accumulate
 from ultrascale.schedules.actions import Action, Kind
 from ultrascale.schedules.build import actions_of_ranks
 from ultrascale.schedules.kinds.interleaved import rounds
 
-Floats = NDArray[np.float64]
 BY_TYPE = ("whole", "waits", "forward", "backward", "input")
 """Columns of each type of block: number held, held for W, and running in F, B or I (bytes beyond `whole`)."""
 OTHER_COLUMNS = ("embedding", "head", "hidden", "shared", "summing", "summed", "pending")
@@ -74,9 +73,9 @@ class Loads(NamedTuple):
     """Rows of counts, [rows, columns], with the first row of each (rank sort, `WHEN`, `PASSES`)."""
 
     rows: Floats
-    begins: NDArray[np.intp]
+    begins: Indices
     """Index of the first row, [3 x WHEN x PASSES]."""
-    absent: NDArray[np.bool_]
+    absent: Bools
     """True where the rank has no such moment, and its row is zeros, [3 x WHEN x PASSES]."""
 
     @property
@@ -175,7 +174,7 @@ def _sorts(stages_of_ranks: Sequence[Sequence[int]], stages: Sequence[tuple[int,
     return [[0], between, [len(stages_of_ranks) - 1] if len(stages_of_ranks) > 1 else []]
 
 
-def _is_dominated(rows: Floats, groups: NDArray[np.intp]) -> NDArray[np.bool_]:
+def _is_dominated(rows: Floats, groups: Indices) -> Bools:
     """True for rows that an earlier row of their group equals or exceeds in every column, [rows]; groups are in order."""
     starts = np.searchsorted(groups, groups)
     earlier = np.arange(len(rows)) - starts
@@ -190,24 +189,24 @@ def _is_dominated(rows: Floats, groups: NDArray[np.intp]) -> NDArray[np.bool_]:
 class _Passes(NamedTuple):
     """Passes of some ranks, [passes], without those that another pass dominates."""
 
-    does: NDArray[np.intp]
+    does: Indices
     """Kind, one of `FORWARD`, `BACKWARD`, `INPUT` and `WEIGHT`."""
-    rank: NDArray[np.intp]
+    rank: Indices
     """Index in the list of ranks."""
-    sort: NDArray[np.intp]
+    sort: Indices
     """Index of its stage in `alike`."""
-    when: NDArray[np.intp]
+    when: Indices
     """Index into `WHEN`."""
-    alone: NDArray[np.bool_]
+    alone: Bools
     """True if no other micro-batch of the stage waits for W."""
     counts: Floats
     """[passes, 2 x sorts + 3]: micro-batches held whole by sort of stage, then waiting by sort of stage; number of stages with
     waiting ones; number of stages with gradients of some, and of all micro-batches."""
     alike: Mapping[tuple[tuple[int, ...], bool, bool], int]
     """Sorts of stages: (types of blocks, is first, is last), with their index."""
-    stages: NDArray[np.intp]
+    stages: Indices
     """Number of stages that each rank holds, [ranks]."""
-    has_first: NDArray[np.bool_]
+    has_first: Bools
     """True for ranks that hold the first stage, [ranks]."""
 
 
@@ -269,7 +268,7 @@ def _passes(lists: Sequence[Sequence[Action]], stages: Sequence[tuple[int, ...]]
     )  # fmt: skip
 
 
-def _moments(passes: _Passes, num_types: int) -> tuple[Floats, NDArray[np.intp], NDArray[np.intp]]:
+def _moments(passes: _Passes, num_types: int) -> tuple[Floats, Indices, Indices]:
     """Rows of counts, [rows, columns], of the moments of passes; for each the index of the rank, and an index into `WHEN` x
     `PASSES`."""
     alike, apart = [*passes.alike], len(BY_TYPE) * num_types

@@ -25,16 +25,14 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ultrascale.plan.columns.rank_activations import RankActivations
 from ultrascale.plan.columns.rank_loads import PASSES
 from ultrascale.plan.columns.rank_state import MASTERS, RankState
-from ultrascale.plan.layouts import LayoutTable
+from ultrascale.plan.layouts import Bools, Column, Floats, LayoutTable
 from ultrascale.plan.time.stages import num_weight_copies
 from ultrascale.plan.workload import Workload
 
-Floats = NDArray[np.float64]
 MOMENTS = (*PASSES, "optimizer")
 NOTHING = np.zeros((3, 1))
 MASTER_BYTES = 4
@@ -57,7 +55,7 @@ class Moment(NamedTuple):
 
 
 def rank_moments(
-    workload: Workload, table: LayoutTable, state: RankState, parts: RankActivations, micro_batches: NDArray[np.int64]
+    workload: Workload, table: LayoutTable, state: RankState, parts: RankActivations, micro_batches: Column
 ) -> list[Moment]:
     """Memory at each of `MOMENTS`."""
     room = _optimizer_room(workload, table, state)
@@ -138,12 +136,12 @@ class _Fsdp(NamedTuple):
     """Gradients of experts, computed in I and reduced in W; kept in the reduction's dtype until then."""
     blocks_between: Floats
     """Blocks of a bucket minus one."""
-    at_end: NDArray[np.bool_]
+    at_end: Bools
     """True where gradients are reduced only in the last backward pass."""
-    keeps: NDArray[np.bool_]
-    stays: NDArray[np.bool_]
+    keeps: Bools
+    stays: Bools
     """True where unsharded parameters outlive the backward pass of their bucket."""
-    first_of_two: NDArray[np.bool_]
+    first_of_two: Bools
     """True for ZeRO 2 with two micro-batches: the first keeps parameters in its backward pass, and its gradients exist during
     the second."""
     forward_flat: Floats
@@ -155,9 +153,7 @@ class _Fsdp(NamedTuple):
         return np.maximum(self.narrow_root, self.sharded_root + self.copy_root + self.narrow_largest)
 
 
-def _fsdp(
-    workload: Workload, table: LayoutTable, state: RankState, parts: RankActivations, micro_batches: NDArray[np.int64]
-) -> _Fsdp:
+def _fsdp(workload: Workload, table: LayoutTable, state: RankState, parts: RankActivations, micro_batches: Column) -> _Fsdp:
     c, r, n, alone = state.compute_itemsize, state.reduce_itemsize, state.shard, state.alone
     flat = np.where(n > 1, state.bucket_itemsize, 0.0)
     wide = np.where(alone, np.maximum(c, MASTER_BYTES), r)  # of a summed gradient

@@ -16,15 +16,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ultrascale.description.layout import DTYPE_BYTES
 from ultrascale.plan.columns.fp8_state import gathered_in_fp8
-from ultrascale.plan.layouts import PRECISIONS, LayoutTable
+from ultrascale.plan.layouts import PRECISIONS, Bools, Column, Floats, LayoutTable
 from ultrascale.plan.time.stages import Stages, block_parameters, num_weight_copies, outside_parameters, parameters_by_kind
 from ultrascale.plan.workload import Workload
 
-Floats = NDArray[np.float64]
 MASTER_BYTES = {"fp64": 8}
 """Bytes of a master parameter by precision; 4 for all others."""
 MASTERS = np.array([MASTER_BYTES.get(name, 4) for name in PRECISIONS], dtype=float)
@@ -67,16 +65,16 @@ class RankState:
     """Ranks that shard dense parameters (n)."""
     expert_shard: Floats
     """Ranks that shard expert parameters (n)."""
-    gathers: NDArray[np.bool_]
+    gathers: Bools
     """True where parameters are all-gathered bucket by bucket, [layouts]."""
-    keeps: NDArray[np.bool_]
+    keeps: Bools
     """True where all-gathered parameters stay unsharded over a step (ZeRO 0 to 2)."""
-    alone: NDArray[np.bool_]
+    alone: Bools
     """True for a single process, without collectives of data parallelism."""
     reduce_itemsize: Floats
 
 
-def rank_state(workload: Workload, table: LayoutTable, stages: Stages, micro_batches: NDArray[np.int64]) -> RankState:
+def rank_state(workload: Workload, table: LayoutTable, stages: Stages, micro_batches: Column) -> RankState:
     """Training state of every layout of `table`."""
     stack = workload.stack
     compute, master = COMPUTE_BYTES[table.precision], MASTERS[table.precision]

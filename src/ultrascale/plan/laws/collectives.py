@@ -18,14 +18,13 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from ultrascale.catalogue.cluster import Cluster
 from ultrascale.plan.laws.nccl import KINDS, Line, across_lines, inside_line
 from ultrascale.plan.laws.network import Fabric, fabric_of, place
+from ultrascale.plan.layouts import Floats, Indices
 
-Floats = NDArray[np.float64]
-Counts = NDArray[np.intp]
 _FREE = Line("none", "none", 0.0, 0.0, 0.0)
 _INFINITE = Line("", "", float("inf"), 0.0, 0.0)
 
@@ -126,8 +125,8 @@ def _lines(fabric: Fabric, kind: str, size: int, stride: int) -> tuple[tuple[Lin
     return across_lines(fabric, kind, where), floor
 
 
-def _distinct(sizes: Counts, strides: Counts) -> tuple[list[tuple[int, int]], Counts]:
-    """The distinct pairs, and the index of each row's pair. Counts instead of sorting: tables are long and pairs few."""
+def _distinct(sizes: Indices, strides: Indices) -> tuple[list[tuple[int, int]], Indices]:
+    """The distinct pairs, and the index of each row's pair. Indices instead of sorting: tables are long and pairs few."""
     some_sizes, size_codes = _codes(sizes)
     some_strides, stride_codes = _codes(strides)
     both, codes = _codes(size_codes * len(some_strides) + stride_codes)
@@ -135,14 +134,14 @@ def _distinct(sizes: Counts, strides: Counts) -> tuple[list[tuple[int, int]], Co
     return pairs, codes
 
 
-def _codes(values: Counts) -> tuple[Counts, Counts]:
+def _codes(values: Indices) -> tuple[Indices, Indices]:
     """Distinct values in order, and the index of each row's value among them."""
     present = np.zeros(int(values.max(initial=0)) + 1, dtype=bool)
     present[values] = True
     return np.flatnonzero(present), (np.cumsum(present) - 1)[values]
 
 
-def _evaluate(groups: list[tuple[tuple[Line, ...], Line]], row_group: Counts, num_bytes: Floats) -> Floats:
+def _evaluate(groups: list[tuple[tuple[Line, ...], Line]], row_group: Indices, num_bytes: Floats) -> Floats:
     """The cheapest line of each row's group, at least its lower bound."""
     roots = np.sqrt(num_bytes)
 

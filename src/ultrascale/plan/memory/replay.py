@@ -64,7 +64,6 @@ class MemoryPlan:
     peak: MemorySnapshot
     """Highest total of any step."""
     peak_by_step: dict[int, MemorySnapshot]
-    """Step 0 differs from later steps only if the first update allocates the optimizer state."""
     highest_by_step: dict[int, dict[str, int]]
     """Peak of each category in a step, each at its own moment."""
     before_update: MemorySnapshot
@@ -104,7 +103,6 @@ def plan_memory(
     device: Literal["cpu", "cuda"] = "cuda",
     rank: int = 0,
     optimizer: str = "adamw",
-    optimizer_state_exists: bool = True,
     stack: Stack = OURS,
     expert_imbalance: float = 1.0,
     steps: int = 1,
@@ -113,10 +111,9 @@ def plan_memory(
 ) -> MemoryPlan:
     """Replay `steps` training steps of one rank; the default, rank 0, holds the largest shards.
 
-    `documents`: packed documents with masks. `optimizer`: one of `catalogue.stacks.stack.OPTIMIZERS`.
-    `optimizer_state_exists`: moments are allocated before the first step (as in our trainer), not by the first update.
-    `stack`: the trainer. `expert_imbalance`: rows of the busiest rank's experts over the mean. `passes`: passes recorded by
-    other ranks of the same layout, called with the same arguments.
+    `documents`: packed documents with masks. `optimizer`: one of `catalogue.stacks.stack.OPTIMIZERS`; moments are allocated
+    before the first step. `stack`: the trainer. `expert_imbalance`: rows of the busiest rank's experts over the mean.
+    `passes`: passes recorded by other ranks of the same layout, called with the same arguments.
     Raises SpecError if the batch does not divide into micro-batches, or the pipeline schedule does not suit the layout.
     """
     passes = {} if passes is None else passes
@@ -152,18 +149,15 @@ def plan_memory(
         )
     wide = _update_bytes(model, layout, parts, shards, optimizer, device, rank)
     exchanged = max(exchanged_bytes(model, layout, rank, parts), default=0)
+    ledger.take("optimizer", "moments", moments)
     between = before_update = ledger.now()
     for step in range(steps):
-        if step == 0 and optimizer_state_exists:
-            ledger.take("optimizer", "moments", moments)
         tally.clear()
         _play_step(ledger, tally, stages, orders, step, coordinates, passes, outputs)
         ledger.touch("communication", "another rank's gradient", exchanged)
         ledger.mark("optimizer", step)
         before_update = ledger.now()
         ledger.touch("optimizer", "wide copies", wide)
-        if step == 0 and not optimizer_state_exists:
-            ledger.take("optimizer", "moments", moments)
         for shard in shards:
             shard.forget_gradients()
         between = ledger.now()
@@ -186,13 +180,13 @@ def plan_memory(
 
 
 def plan_fullest_rank(model: Model, layout: Layout, **options: Any) -> MemoryPlan:
-    """`plan_memory` of the pipeline rank with the highest peak; `options` are those of `plan_memory`. The last 16 are cached: a
-    search plans its best layouts, and the final plan needs the chosen one again."""
+    """`plan_memory` of the pipeline rank with the highest peak; `options` are those of `plan_memory`. Cached: plans and
+    searches ask again for the same layouts."""
     plan = _plan_fullest_rank.__wrapped__ if is_file(layout.schedule) else _plan_fullest_rank  # a file may change
     return plan(model, layout, **options)
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=4096)
 def _plan_fullest_rank(model: Model, layout: Layout, **options: Any) -> MemoryPlan:
     in_stage = layout.world_size // layout.pp
     stage_cut = options.get("stack", OURS).stage_cut

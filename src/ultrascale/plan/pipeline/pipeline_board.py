@@ -9,11 +9,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ultrascale.plan.layouts import Floats, Indices
 from ultrascale.plan.pipeline.pipeline_program import Program, Wave
 
-Floats = NDArray[np.float64]
 KEPT = 2
 """Boards that a program keeps for its last number of cases: threads that plan concurrently take one each."""
 
@@ -21,7 +20,7 @@ KEPT = 2
 class _Move(NamedTuple):
     """Views of the arrays for one wave."""
 
-    sources: NDArray[np.intp]
+    sources: Indices
     """[sources of an action, wave]"""
     lags: Floats
     arrived: Floats
@@ -29,7 +28,7 @@ class _Move(NamedTuple):
     first: Floats
     """Part of `arrived` for the first source."""
     other: Floats | None
-    previous: NDArray[np.intp] | None
+    previous: Indices | None
     """None if they are consecutive: `before` is then a view of them."""
     before: Floats
     work: Floats
@@ -37,13 +36,13 @@ class _Move(NamedTuple):
 
 
 class Board:
-    """Arrays for a number of cases, and views of the waves from `begin` to `end`. Not safe for concurrent threads."""
+    """Arrays for a number of cases, and views of all waves. Not safe for concurrent threads."""
 
-    def __init__(self, program: Program, work: Floats, lags: Floats, ends: Floats, begin: int = 0, end: int | None = None):
+    def __init__(self, program: Program, work: Floats, lags: Floats, ends: Floats):
         self.work, self.lags, self.ends = work, lags, ends
-        """Seconds of every action [actions, cases, ...]; of messages from its sources [1, or 2 with pairs, actions, cases,
-        ...]; its end time [actions + 1, cases, ...], the last row zeros."""
-        self._moves = [self._move(wave) for wave in program.moves[begin:end]]
+        """Seconds of every action [actions, cases]; of messages from its sources [1, or 2 with pairs, actions, cases]; its end
+        time [actions + 1, cases], the last row zeros."""
+        self._moves = [self._move(wave) for wave in program.moves]
 
     def _move(self, wave: Wave) -> _Move:
         numbers, previous, sources = wave

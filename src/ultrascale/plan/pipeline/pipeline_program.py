@@ -8,8 +8,8 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ultrascale.plan.layouts import Indices
 from ultrascale.schedules.actions import Action, Kind
 from ultrascale.schedules.build import build_schedule, is_file
 from ultrascale.schedules.executable import Dependencies, Schedule, dependencies_of, shape_of
@@ -25,9 +25,9 @@ class Wave(NamedTuple):
     """Actions that are simulated together."""
 
     numbers: slice
-    previous: NDArray[np.intp] | slice
+    previous: Indices | slice
     """A slice if the indices are consecutive."""
-    sources: NDArray[np.intp]
+    sources: Indices
     """[1, or 2 in a schedule with pairs, wave]"""
 
 
@@ -38,15 +38,15 @@ class Program:
     schedule: Schedule
     num_stages: int
     num_micro_batches: int
-    node_of: list[NDArray[np.intp]]
+    node_of: list[Indices]
     """[rank][position]: the action's number."""
-    previous: NDArray[np.intp]
+    previous: Indices
     """[actions]: number of the previous action on the rank; if there is none, the number of actions (its end time is 0)."""
-    sources: NDArray[np.intp]
+    sources: Indices
     """[actions, 2]: numbers of the actions whose results it needs, with the same convention."""
-    borders: NDArray[np.intp]
+    borders: Indices
     """[actions, 2]: the border between stages (s to s+1 is s) that a source's result crosses; stages - 1 if it crosses none."""
-    codes: NDArray[np.intp]
+    codes: Indices
     """[actions]: row of the table of durations."""
     pairs: list[tuple[int, int]]
     """Stages (of F, of B) of the table's rows after the 4 x stages of single passes."""
@@ -63,7 +63,7 @@ class Program:
         ]
 
     @cached_property
-    def pair_stages(self) -> NDArray[np.intp]:
+    def pair_stages(self) -> Indices:
         """[2, pairs]: the stages of F and of B."""
         return np.array(self.pairs, dtype=np.intp).reshape(-1, 2).T
 
@@ -108,13 +108,13 @@ def compile_schedule(schedule: Schedule) -> Program:
     )  # fmt: skip
 
 
-def _in_a_row(numbers: NDArray[np.intp]) -> NDArray[np.intp] | slice:
+def _in_a_row(numbers: Indices) -> Indices | slice:
     """A slice, if that is what the numbers are: NumPy then copies nothing."""
     first = int(numbers[0])
     return slice(first, first + len(numbers)) if (np.diff(numbers) == 1).all() else numbers.copy()
 
 
-def _borders(actions: list[Action], dependencies: Dependencies, sources: NDArray[np.intp], num_stages: int) -> NDArray[np.intp]:
+def _borders(actions: list[Action], dependencies: Dependencies, sources: Indices, num_stages: int) -> Indices:
     """[actions, 2]: the border between stages that each source's result crosses; stages - 1 if it stays on its rank."""
     behind = [action.stage - (action.kind is Kind.FORWARD) for action in actions]
     other = [0 if action.overlapped_with is None else action.overlapped_with.stage for action in actions]
@@ -123,7 +123,7 @@ def _borders(actions: list[Action], dependencies: Dependencies, sources: NDArray
     return np.where(comes, np.array([behind, other]).T, num_stages - 1)
 
 
-def _codes(actions: list[Action], num_stages: int) -> tuple[NDArray[np.intp], list[tuple[int, int]]]:
+def _codes(actions: list[Action], num_stages: int) -> tuple[Indices, list[tuple[int, int]]]:
     """[actions]: row of the table of durations; and the stages of its pairs."""
     base = {kind.value: number * num_stages for number, kind in enumerate(TABLE_KINDS)}
     rows = [base[action.kind._value_] + action.stage for action in actions]

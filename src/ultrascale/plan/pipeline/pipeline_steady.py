@@ -4,11 +4,10 @@ A schedule of more micro-batches is one of fewer with more rounds in the middle.
 the end times of a few, one or two per rank:
 
     filling   simulated action by action
-    a round   linear in max-plus algebra: a matrix maps these end times to those one round later
-    rounds    if all end times grow by the same L in a round: n L; otherwise a power of the matrix, by squaring
+    rounds    simulated until all end times grow by the same L in a round; n more rounds then add n L
     draining  simulated
 
-Nothing is approximated: the same sums and maxima, in another order. A round is a micro-batch (two where two streams meet), or
+Nothing is approximated. A round is a micro-batch (two where two streams meet), or
 the group that an interleaved rank takes through its stages together. Schedules with all forward passes first need no lists: the
 micro-batches of a stage follow one another, with one cumulative maximum each.
 
@@ -21,13 +20,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ultrascale.description.schedules import SCHEDULES
-from ultrascale.plan.layouts import distinct
-from ultrascale.plan.pipeline.pipeline_board import Board, release_board
+from ultrascale.plan.layouts import Floats, Indices, distinct
+from ultrascale.plan.pipeline.pipeline_board import release_board
 from ultrascale.plan.pipeline.pipeline_program import Program, program_of
-from ultrascale.plan.pipeline.play import Floats, StageSeconds, as_columns, priced_board, step_seconds
+from ultrascale.plan.pipeline.play import StageSeconds, as_columns, priced_board, step_seconds
 from ultrascale.schedules.build import DEFAULT_VIRTUAL_STAGES, is_file
 
 ROUNDS = 3
@@ -36,8 +34,6 @@ FEW = 6
 """Micro-batches in the short schedule of other builders, beyond filling and draining, from which rounds are detected."""
 SAME = 1e-13
 """Tolerance, relative to the time so far, within which all end times must grow by the same amount in a steady state."""
-STEP_ELEMENTS = 2000
-"""Fixed cost of one round by the matrix (a few NumPy calls), in array elements."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +47,7 @@ class Rounds:
     """Number of waves in a round."""
     inside: int
     """Number of rounds in the short schedule."""
-    carried: NDArray[np.intp]
+    carried: Indices
     """Earlier actions that a round reads, as (negative) indices relative to the round's first action."""
 
     @property
@@ -114,65 +110,31 @@ def rounds_of(name: str, pp: int, num_micro_batches: int, virtual_stages: int | 
 
 
 def _with_more_rounds(rounds: Rounds, more: int, seconds: StageSeconds) -> Floats:
-    """Step time, [cases], with `more` rounds inserted."""
+    """Step time, [cases], with `more` rounds inserted. Each is simulated in the place of the first."""
     program, board = rounds.program, priced_board(rounds.program, seconds)
     ends, begin = board.ends, rounds.first
-    board.play(0, begin)
     number, actions = program.waves[begin][0], rounds.actions
-    before = ends[number + rounds.carried]
-    board.play(begin, begin + rounds.waves)
-    after = ends[number + actions + rounds.carried]
+    board.play(0, begin)
+    after = ends[number + rounds.carried]
+    for remaining in reversed(range(rounds.inside + more)):
+        ends[number + rounds.carried] = before = after
+        board.play(begin, begin + rounds.waves)
+        after = ends[number + actions + rounds.carried]
+        if _in_rhythm(before, after):
+            after += remaining * (after - before)
+            break
     drains = number + actions * rounds.inside
-    ends[drains + rounds.carried] = _rounds_later(rounds, board, before, after, rounds.inside + more - 1)
+    ends[drains + rounds.carried] = after
     board.play(begin + rounds.waves * rounds.inside)
     last = ends[drains:-1].max(axis=0)
     release_board(program, board)
     return last
 
 
-def _rounds_later(rounds: Rounds, board: Board, before: Floats, after: Floats, count: int) -> Floats:
-    """`after` [carried, cases], seconds, advanced by `count` rounds; it was `before` one round earlier."""
-    before, now = before.T, after.T  # [cases, carried]
-    if _in_rhythm(before, now):
-        return after + count * (after - before.T)
-    power = _round_matrix(rounds, board)  # [cases, from, to]
-    while count:
-        if power.size * power.shape[1] + STEP_ELEMENTS > count // 2 * (power.size + STEP_ELEMENTS):
-            for remaining in range(count, 0, -1):
-                before, now = now, _after(power, now)
-                if _in_rhythm(before, now):
-                    return (now + (remaining - 1) * (now - before)).T
-            break
-        if count % 2:
-            now = _after(power, now)
-        count //= 2
-        power = (power[:, :, :, None] + power[:, None, :, :]).max(axis=2)
-    return now.T
-
-
-def _after(matrix: Floats, ends: Floats) -> Floats:
-    return np.maximum.reduce(matrix + ends[:, :, None], axis=1)
-
-
 def _in_rhythm(before: Floats, after: Floats) -> bool:
-    """True if all end times grew by the same amount; both [cases, ...], small enough for plain floats."""
-    for longer, ends in zip((after - before).tolist(), after.tolist(), strict=True):
-        if max(longer) - min(longer) > SAME * max(ends):
-            return False
-    return True
-
-
-def _round_matrix(rounds: Rounds, board: Board) -> Floats:
-    """Max-plus matrix of a round, [cases, from, to]: seconds from an end time to one a round later; minus infinity if there is
-    no path."""
-    program, carried = rounds.program, rounds.carried
-    number, size = program.waves[rounds.first][0], len(carried)
-    ends = np.empty((*board.ends.shape, size))
-    ends[-1] = ends[number + carried] = -np.inf
-    ends[number + carried, :, np.arange(size)] = 0.0
-    round_end = rounds.first + rounds.waves
-    Board(program, board.work[..., None], board.lags[..., None], ends, rounds.first, round_end).play()
-    return np.ascontiguousarray(ends[number + rounds.actions + carried].transpose(1, 2, 0))
+    """True if all end times, [carried, cases], grew by the same amount in each case."""
+    longer = after - before
+    return bool((np.ptp(longer, axis=0) <= SAME * after.max(axis=0)).all())
 
 
 def _forward_first(seconds: StageSeconds, pp: int, num_micro_batches: int, virtual_stages: int) -> Floats:

@@ -11,13 +11,12 @@ from functools import lru_cache
 from itertools import accumulate
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ultrascale.description.layout import NARROW, Layout
 from ultrascale.description.schedules import SCHEDULES
 from ultrascale.plan.constants import CONSTANTS, Constants
 from ultrascale.plan.laws.collectives import send_seconds
-from ultrascale.plan.layouts import SCHEDULE_NAMES, LayoutTable, by_schedule, distinct
+from ultrascale.plan.layouts import SCHEDULE_NAMES, Column, Floats, LayoutTable, by_schedule, distinct
 from ultrascale.plan.pipeline.pipeline_bounds import bubble_seconds
 from ultrascale.plan.pipeline.play import StageSeconds
 from ultrascale.plan.time.blocks import Blocks, price_blocks
@@ -25,8 +24,6 @@ from ultrascale.plan.time.passes import PassSeconds, pass_seconds
 from ultrascale.plan.time.stages import Parts, Stages, chunk_layers_of, kinds_with_kept
 from ultrascale.plan.workload import Workload
 
-Floats = NDArray[np.float64]
-Counts = NDArray[np.int64]
 SPLITS_BACKWARD = by_schedule(lambda schedule: bool(schedule.splits_backward))
 
 
@@ -115,7 +112,7 @@ def without_expert_parallel(seconds: StageSeconds) -> StageSeconds:
 
 
 def waiting_seconds(
-    workload: Workload, table: LayoutTable, stages: Stages, passes: PassSeconds, micro_batches: Counts
+    workload: Workload, table: LayoutTable, stages: Stages, passes: PassSeconds, micro_batches: Column
 ) -> tuple[Floats, Floats]:
     """Idle seconds of the busiest rank of each layout: while the pipeline fills and drains, and for sends.
 

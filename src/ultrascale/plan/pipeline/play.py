@@ -16,8 +16,9 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
+from ultrascale.plan.layouts import Floats
 from ultrascale.plan.pipeline.pipeline_activations import InFlight, in_flight, peak_activation_bytes, rank_in_flight
 from ultrascale.plan.pipeline.pipeline_board import Board, acquire_board, release_board
 from ultrascale.plan.pipeline.pipeline_program import Program, compile_schedule, program_of
@@ -27,7 +28,6 @@ __all__ = [
     "InFlight", "Program", "StageSeconds", "Timeline", "as_columns", "compile_schedule", "in_flight", "peak_activation_bytes",
     "play", "play_many", "program_of", "simulate", "step_seconds",
 ]  # fmt: skip
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,9 @@ share from `plan.columns.footprint`.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
 
-from ultrascale.catalogue.stacks.stack import Stack
-from ultrascale.description.architecture.model import Model
-from ultrascale.description.layout import Layout
 from ultrascale.plan.memory.replay import MemoryPlan, plan_fullest_rank
 from ultrascale.plan.time.price import Prediction
-from ultrascale.schedules.build import is_file
 
 CATEGORIES = {
     "weights": ("parameters",), "gathered": ("gathered",), "gradients": ("gradients",), "optimizer": ("optimizer",),
@@ -26,22 +21,14 @@ CATEGORIES = {
 
 def with_replay(prediction: Prediction) -> Prediction:
     """`prediction` with its memory from the replay."""
-    workload, layout, columns = prediction.workload, prediction.layout, prediction.memory
-    known = _replayed.__wrapped__ if is_file(layout.schedule) else _replayed  # a file may change
-    plan = known(workload.model, layout, workload.sequence_length, workload.sequences_per_batch, workload.documents,
-                 workload.stack, workload.expert_imbalance)  # fmt: skip
+    workload, columns = prediction.workload, prediction.memory
+    plan = plan_fullest_rank(
+        workload.model, prediction.layout, sequence_length=workload.sequence_length,
+        sequences_per_batch=workload.sequences_per_batch, documents=workload.documents, optimizer=workload.stack.optimizer,
+        stack=workload.stack, expert_imbalance=workload.expert_imbalance,
+    )  # fmt: skip
     memory = replace(columns.replayed(plan.peak.total), categories=categories_of(plan))
     return replace(prediction, memory=memory, replay=plan)
-
-
-@lru_cache(maxsize=4096)
-def _replayed(
-    model: Model, layout: Layout, length: int, sequences: int, documents: bool, stack: Stack, expert_imbalance: float
-) -> MemoryPlan:
-    return plan_fullest_rank(
-        model, layout, sequence_length=length, sequences_per_batch=sequences, documents=documents, optimizer=stack.optimizer,
-        stack=stack, expert_imbalance=expert_imbalance,
-    )  # fmt: skip
 
 
 def categories_of(plan: MemoryPlan) -> dict[str, float]:

@@ -58,7 +58,7 @@ def packaged_seconds(plan: RunPlan, result: SearchResult | None = None) -> tuple
 
 
 def _otherwise(plan: RunPlan, result: SearchResult | None, other: Workload) -> float:
-    from ultrascale.plan.search.explain import seconds_otherwise  # here: a CPU is planned without NumPy
+    from ultrascale.plan.search.explain import seconds_otherwise  # here: plans for CPUs do without
     from ultrascale.plan.time.price import predict
 
     if result is None or result.best is None:

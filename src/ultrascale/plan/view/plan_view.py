@@ -125,7 +125,7 @@ def show_plan(
         console.print()
         console.print(_speed(plan, plan.prediction, tokens, budget))
         if plan.run.model.num_experts:
-            from ultrascale.plan.view.recomputation import recomputation_statement  # here: a CPU is planned without NumPy
+            from ultrascale.plan.view.recomputation import recomputation_statement  # here: plans for CPUs do without
 
             console.print()
             console.print(Text(recomputation_statement(plan.prediction.workload, plan.run.layout), style="dim"))
@@ -259,7 +259,7 @@ def _stages(plan: RunPlan) -> str:
     layout = plan.run.layout
     if layout.pp == 1:
         return ""
-    from ultrascale.plan.time.stages import chunk_layers_of  # here, so that a CPU is planned without NumPy
+    from ultrascale.plan.time.stages import chunk_layers_of  # here: plans for CPUs do without
 
     workload = workload_of(plan.run, plan.cluster, plan.stack)
     chunks = chunk_layers_of(workload, layout.num_stages, layout.layers_per_stage)
@@ -391,7 +391,7 @@ def _speed(plan: RunPlan, prediction: Prediction, tokens: int | None, budget: st
         table.add_row("tokens/s", rate, f"{gpu_rate}, MFU {prediction.mfu():.1%} with causal attention")
     else:
         full = prediction.mfu(full_attention=True)
-        from ultrascale.plan.time.price import half_precision_peak  # here: a CPU is planned without NumPy
+        from ultrascale.plan.time.price import half_precision_peak  # here: plans for CPUs do without
 
         peak = format_flops_per_second(half_precision_peak(plan.cluster.accelerator))
         table.add_row("tokens/s", rate, gpu_rate)

@@ -5,8 +5,6 @@ gets its results from the cached shapes of the first such call, at a tenth of th
 made up where the trainer needs them: each number that it reads is 2, and all experts are chosen equally often (`trace.rank`).
 A model that reads a value is refused, with the operation and the line.
 
-The same recorder counts a step that really runs on the CPU (`is_real`); tests compare the two.
-
 Allocations and frees of storages are tracked as in `measure.memory`, with names, and every change is kept.
 """
 
@@ -51,10 +49,10 @@ AGAIN = ", again"
 class Storages(LiveMemory):
     """Records live storages while it is entered, from `watch` on."""
 
-    def __init__(self, trace: RankTrace, *, is_real: bool = False, stream_name: Callable[[], str] = lambda: "compute"):
+    def __init__(self, trace: RankTrace, *, stream_name: Callable[[], str] = lambda: "compute"):
         super().__init__(nn.Module(), None, round_to=trace.round_to)
-        self.trace, self.is_real, self.stream_name = trace, is_real, stream_name
-        self.counted = ("cpu",) if is_real else ("meta", "cpu") if trace.device == "cpu" else ("meta",)
+        self.trace, self.stream_name = trace, stream_name
+        self.counted = ("meta", "cpu") if trace.device == "cpu" else ("meta",)
         """Device types whose storages count: with a CPU target, host storages are in the same memory."""
         self.is_counting = False
         self._numbers: dict[int, int] = {}
@@ -283,8 +281,6 @@ class Recorder(Storages):
             return self._communicate
         if (implementation := OWN_OPERATIONS.get(func)) is not None:
             return lambda func, args, options: self._inside(implementation, args, options)
-        if self.is_real:
-            return self._really
         if func in SPECIAL:
             return SPECIAL[func].__get__(self)
         schema, name = func._schema, func._schema.name.rpartition("::")[2]
@@ -302,14 +298,6 @@ class Recorder(Storages):
             return implementation(*args, **options)
         finally:
             TorchDispatchMode.__exit__(self, None, None, None)
-
-    def _really(self, func: Any, args: Any, options: Any) -> Any:
-        result = func(*args, **options)
-        self._count_flops(func, args, options, result)
-        for tensor in tensors_in((*args, *options.values())):
-            self._count(tensor, self._region or "other")
-        self._count_all(result, func)
-        return result
 
     def _run(self, func: Any, args: Any, options: Any) -> Any:
         """Runs an operation on the meta device by torch's shape function."""
@@ -406,8 +394,6 @@ class Recorder(Storages):
 
     def _communicate(self, func: Any, args: Any, options: Any) -> Any:
         self._note(func, args)
-        if self.is_real:
-            return func(*args, **options)
         if func.namespace != "c10d":
             raise TraceError(f"{func} at {line_of_code(sys._getframe())} is a collective that a trace does not know")
         work = FakeWork().boxed()
@@ -422,7 +408,7 @@ class Recorder(Storages):
             return
         tensors = list(tensors_in(args[position])) if args else []
         place = group_of(self.trace.layout, ranks)
-        line, is_host = line_of_ours(sys._getframe()), bool(tensors) and tensors[0].device.type == "cpu" and not self.is_real
+        line, is_host = line_of_ours(sys._getframe()), bool(tensors) and tensors[0].device.type == "cpu"
         size = sum(tensor.nbytes for tensor in tensors)
         if tensors and tensors[0].dtype == torch.int64:
             kind = f"{kind} of counts"

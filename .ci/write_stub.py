@@ -1,8 +1,5 @@
-"""Stub of `import ultrascale` for type checkers and editors: every flag of a verb as a keyword, with its type and default.
-
-`python -m ultrascale.api.schemas.stub` generates `__init__.pyi` from the options of the verbs, and a test checks that it is up
-to date: names, defaults and texts of flags have a single source.
-"""
+"""Write `ultrascale/__init__.pyi`, the stub for type checkers and editors: every flag of a verb as a keyword, with its type and
+default. A test checks that it is up to date."""
 
 from __future__ import annotations
 
@@ -12,6 +9,7 @@ from pathlib import Path
 from textwrap import indent, wrap
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+import ultrascale
 from ultrascale.api.check import CheckOptions, check
 from ultrascale.api.keywords import COMMAND_LINE_ONLY
 from ultrascale.api.planning.plan import compare, plan, search
@@ -24,8 +22,8 @@ from ultrascale.config.choices import without_none
 from ultrascale.config.reference import docs_of
 from ultrascale.config.schema import default_of
 
-FILE = Path(__file__).parents[2] / "__init__.pyi"
-HEAD = '''"""Written by `python -m ultrascale.api.schemas.stub`."""
+FILE = Path(ultrascale.__file__).with_suffix(".pyi")
+HEAD = '''"""Written by `python .ci/write_stub.py`."""
 
 from collections.abc import Mapping, Sequence
 from os import PathLike

@@ -1,37 +1,28 @@
-"""JSON Schemas (draft 2020-12), each generated from one description: of verbs' output (`api.schemas.documents`), and of
-run.toml.
-
-They are files of the package, such as `schemas/plan-2.json`, which `python -m ultrascale.api.schemas.json_schema` regenerates;
-a test checks that they are up to date.
-"""
+"""Write the JSON Schemas (draft 2020-12) of the package, such as `schemas/plan-2.json`: of verbs' output (`schema_documents`),
+and of run.toml. A test checks that they are up to date."""
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
-from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints, is_typeddict
 
-from ultrascale.api.schemas.stamp import VERSIONS, plain
+from schema_documents import DOCUMENTS
 
-FOLDER = Path(__file__).parents[2] / "schemas"
+from ultrascale.api.stamp import FOLDER, RUN_TOML, SCHEMA_NAMES, VERSIONS, plain, schema_file
+from ultrascale.config.choices import without_none
+from ultrascale.config.ranges import limits_of
+from ultrascale.config.reference import STAND_INS, about, docs_of
+from ultrascale.config.schema import TIMES, UNITS, default_of, leaves, sections
+from ultrascale.description.run import RampStage
+
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 PLAIN = {bool: "boolean", int: "integer", float: "number", str: "string"}
-RUN_TOML = "run.toml"
 COUNT, TIME = "^[0-9][0-9_,.]* *(k|K|M|B|T|Ki|Mi|Gi|Ti)$", "^([0-9]+ *(d|h|m|min|s) *)+$"
 """Numbers with units in text."""
-
-
-def names() -> list[str]:
-    """Names of all schemas, run.toml's first."""
-    return [RUN_TOML, *VERSIONS]
-
-
-def file_of(name: str) -> Path:
-    """Path of the file of a schema."""
-    return FOLDER / (f"{RUN_TOML}.json" if name == RUN_TOML else f"{name}-{VERSIONS[name]}.json")
 
 
 def schema_of(name: str) -> dict[str, Any]:
@@ -40,8 +31,6 @@ def schema_of(name: str) -> dict[str, Any]:
 
 
 def _document(name: str) -> dict[str, Any]:
-    from ultrascale.api.schemas.documents import DOCUMENTS
-
     stamp = f"ultrascale/{name}/{VERSIONS[name]}"
     head: dict[str, Any] = {"$schema": DIALECT, "$id": stamp}
     defs: dict[str, Any] = {}
@@ -58,8 +47,6 @@ def _document(name: str) -> dict[str, Any]:
 
 def _object(kind: Any, defs: dict[str, Any]) -> dict[str, Any]:
     """Schema of a dataclass or typed dictionary, every key with its description; no other keys are allowed."""
-    from ultrascale.config.reference import docs_of
-
     hints = get_type_hints(kind)
     optional = kind.__optional_keys__ if is_typeddict(kind) else frozenset()
     docs: dict[str, str] = {}
@@ -75,8 +62,6 @@ def _object(kind: Any, defs: dict[str, Any]) -> dict[str, Any]:
 
 def _has_source(kind: Any) -> bool:
     """True if the type is written as a class; a typed dictionary with a key such as `from` is written as a call."""
-    import inspect
-
     try:
         return inspect.getsource(kind).lstrip().startswith(("class", "@"))
     except (OSError, TypeError):
@@ -110,9 +95,6 @@ def _of(kind: Any, defs: dict[str, Any]) -> dict[str, Any]:
 
 def _run_toml() -> dict[str, Any]:
     """Schema of a run's TOML file: nested tables, every key with its description, its range or choices, and its default."""
-    from ultrascale.config.reference import STAND_INS, about
-    from ultrascale.config.schema import leaves, sections
-
     root: dict[str, Any] = {
         "$schema": DIALECT, "$id": RUN_TOML, "title": "A run of ultrascale", "type": "object", "properties": {},
         "additionalProperties": False,
@@ -139,11 +121,6 @@ def _run_toml() -> dict[str, Any]:
 def _toml_value(key: str, kind: Any) -> dict[str, Any]:
     """Schema of a value in TOML: "none" for nothing, "4M" for tokens and counts, "128k" for lengths, "20GiB" for bytes, "30m"
     for times; tables in lists."""
-    from ultrascale.config.choices import without_none
-    from ultrascale.config.ranges import limits_of
-    from ultrascale.config.schema import TIMES, UNITS, default_of
-    from ultrascale.description.run import RampStage
-
     if (inner := without_none(kind)) is not kind:
         return {"anyOf": [_toml_value(key, inner), {"const": "none"}]}
     if get_origin(kind) is tuple:
@@ -174,7 +151,7 @@ def text_of(name: str) -> str:
 def write() -> None:
     """Write all schemas into the package, and remove obsolete ones."""
     FOLDER.mkdir(exist_ok=True)
-    texts = {file_of(name): text_of(name) for name in names()}
+    texts = {schema_file(name): text_of(name) for name in SCHEMA_NAMES}
     for path in FOLDER.glob("*.json"):
         if path not in texts:
             path.unlink()

@@ -1,15 +1,19 @@
 """Stamp of the schema that each JSON output of a verb follows, in the key `schema` of the object: `ultrascale/plan/2`.
 
 The number increases when a key is removed, or changes its meaning; a new key does not change it. In a list, or in objects by
-name, each object has the key. The schemas are in the package (`ultrascale show schema`), and `api.schemas.documents` describes
-them.
+name, each object has the key. The schemas are files of the package, such as `schemas/plan-2.json` (`ultrascale show schema`);
+`.ci/write_schemas.py` generates them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, is_dataclass
+from pathlib import Path
 from typing import Any
+
+FOLDER = Path(__file__).parents[1] / "schemas"
+RUN_TOML = "run.toml"
 
 VERSIONS = {
     "plan": 2, "compare": 2, "plan-far": 1, "schedule": 1, "schedules": 1, "schedule-executed": 1, "trace": 2,
@@ -18,6 +22,13 @@ VERSIONS = {
     "export": 1, "import": 1, "convert": 1, "demo": 1, "primer": 1, "measure-step": 1, "measure-speed": 1,
     "measure-network": 1, "soak": 1, "train": 2, "data-prepare": 1, "data-inspect": 1, "rules": 1,
 }  # fmt: skip
+SCHEMA_NAMES = (RUN_TOML, *VERSIONS)
+"""Names of all schemas, run.toml's first."""
+
+
+def schema_file(name: str) -> Path:
+    """Path of the file of a schema."""
+    return FOLDER / (f"{RUN_TOML}.json" if name == RUN_TOML else f"{name}-{VERSIONS[name]}.json")
 
 
 def stamped(name: str, document: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Keys of every JSON output of a verb: the single source from which the package's JSON Schemas are generated.
 
 Units are bytes, seconds, FLOPs and tokens unless a key says otherwise. The key `schema` is added to each document
-(`api.schemas.stamp`).
+(`api.stamp`).
 """
 
 # No `from __future__ import annotations`: what is NotRequired would not be seen in strings.
