@@ -277,3 +277,15 @@ def test_torchtitan_skips_what_a_window_hides_and_sdpa_of_2024_does_not():
 def test_eager_bytes_of_a_dispatch_are_counted_once():
     dense, experts = STACKS["torchtitan"].overheads, STACKS["transformers"].overheads
     assert experts.elementwise * experts.expert_elementwise == dense.elementwise * dense.expert_elementwise == 2.5
+
+
+@pytest.mark.parametrize(
+    ("cells", "beside"),
+    [
+        ({"framework": "Megatron-LM"}, True), ({"framework": "NeMo 25.09"}, True), ({"framework": "my own"}, False),
+        ({"stack": "megatron-2022"}, False), ({"source_key": "korthikanti", "framework": "Megatron-LM"}, True),
+    ],
+)  # fmt: skip
+def test_megatron_s_column_parallel_layers_send_beside_their_gemms(cells: dict[str, str], beside: bool):
+    setup = setup_of(config(tp="8", dp="8", **cells))
+    assert setup.workload.stack.sends_beside_gradients is beside
