@@ -32,13 +32,14 @@ def test_a_column_parallel_layer_hides_its_own_backward_traffic_where_it_is_fuse
     )
     block = price_blocks(fused, LayoutTable.of([layout])).part(0)
     assert block.tp_beside[0] / block.tp_backward[0] == pytest.approx(share, rel=0.02)
-    alone = replace(fused, stack=replace(fused.stack, overlaps_tensor_parallel=False))
-    exposed = [predict(one, layout).waterfall["tensor_parallel"] for one in (fused, alone)]
+    plain = replace(fused, stack=STACKS["megatron"])
+    alone = replace(fused, stack=replace(plain.stack, sends_beside_gradients=False))
+    exposed = [predict(one, layout).waterfall["tensor_parallel"] for one in (fused, alone, plain)]
     layers, hides = 80 * 8, 1 - CONSTANTS.overlap_slowdown
     gone = layers * (block.tp_beside[0] * hides)
     rest = layers * (block.tp_forward[0] + block.tp_backward[0]) - gone
     assert exposed[0] == pytest.approx(rest * (1 - CONSTANTS.tensor_parallel_hidden), rel=0.02)
-    assert exposed[1] == pytest.approx(rest + gone, rel=0.02)
+    assert exposed[1] == pytest.approx(rest + gone, rel=0.02) and exposed[2] == pytest.approx(rest, rel=0.02)
 
 
 @pytest.mark.parametrize(("cp", "recompute", "length"), [(4, "selective", 4096), (8, "none", 8192), (8, "full", 8192)])

@@ -249,3 +249,43 @@ def test_gpt_oss_has_its_biases_and_sinks_in_rows_too():
     assert model.attention_sinks and model.mlp_bias and model.qkv_bias and model.hidden_act == "swigluoai"
     other = setup_of(config(**{**cells, "model": "Qwen3-30B"})).workload.model
     assert not other.attention_sinks and not other.mlp_bias
+
+
+@pytest.mark.parametrize(
+    ("words", "settings"),
+    [
+        ("", ("eager", False, "flash-2", False)),
+        (" with Liger Kernel", ("chunked", True, "flash-2", False)),
+        (", FA3", ("eager", False, "flash", True)), (" + FlashAttention-4", ("eager", False, "flash", True)),
+        (", flash attention 2", ("eager", False, "flash-2", False)), (", cuDNN attention", ("eager", False, "cudnn", False)),
+    ],
+)  # fmt: skip
+def test_kernels_named_beside_a_program_replace_its_own(words: str, settings: tuple[str, bool, str, bool]):
+    stack = program_of_row(config(framework=f"TRL SFTTrainer{words}")).stacks[0]
+    kernels = stack.kernels
+    assert (kernels.cross_entropy, kernels.swiglu, stack.attention_kernel, kernels.masks_in_kernel) == settings
+    assert kernels.norm == kernels.rotary == kernels.swiglu
+
+
+def test_torchtitan_skips_what_a_window_hides_and_sdpa_of_2024_does_not():
+    cells = {"model": "GPT-OSS-20B", "layers": "24", "hidden": "2880", "heads": "64", "kv_heads": "8", "head_dim": "64"}
+    cells |= {"experts": "32", "topk": "4", "expert_ffn": "2880", "attn_kind": "gqa_swa", "seq_len": "8192", "ffn_hidden": ""}
+    skipped, masked = predict_rows([config(**cells, stack=stack) for stack in ("torchtitan", "torchtitan-2024")])
+    assert skipped.step_seconds and masked.step_seconds and skipped.step_seconds < 0.9 * masked.step_seconds
+
+
+def test_eager_bytes_of_a_dispatch_are_counted_once():
+    dense, experts = STACKS["torchtitan"].overheads, STACKS["transformers"].overheads
+    assert experts.elementwise * experts.expert_elementwise == dense.elementwise * dense.expert_elementwise == 2.5
+
+
+@pytest.mark.parametrize(
+    ("cells", "beside"),
+    [
+        ({"framework": "Megatron-LM"}, True), ({"framework": "NeMo 25.09"}, True), ({"framework": "my own"}, False),
+        ({"stack": "megatron-2022"}, False), ({"source_key": "korthikanti", "framework": "Megatron-LM"}, True),
+    ],
+)  # fmt: skip
+def test_megatron_s_column_parallel_layers_send_beside_their_gemms(cells: dict[str, str], beside: bool):
+    setup = setup_of(config(tp="8", dp="8", **cells))
+    assert setup.workload.stack.sends_beside_gradients is beside

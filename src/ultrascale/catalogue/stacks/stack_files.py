@@ -171,7 +171,10 @@ def stack_file(name: str) -> StackFile:
         replace(stated, **_tuples(usual)),
         Abilities(**_tuples(can)) if can is not None else base.can if base else Abilities(),
         {**(base.sources if base else {}), **{key: leaf["from"] for key, leaf in leaves.items()}},
-        {**(base.shared if base else {}), **{key: leaf["shared"] for key, leaf in leaves.items() if "shared" in leaf}},
+        {
+            **_without(base.shared if base else {}, leaves),
+            **{key: leaf["shared"] for key, leaf in leaves.items() if "shared" in leaf},
+        },
     )
 
 
@@ -188,9 +191,9 @@ _KEYS = ("title", "release", "extends", "writes", "words", "near", "judged_by")
 _PARTS = {"usual": Usual, "can": Abilities}
 
 
-def _without(choices: Mapping[str, tuple[Any, ...]], stated: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
-    """Open settings without those whose value a file states."""
-    return {key: values for key, values in choices.items() if key not in stated}
+def _without(inherited: Mapping[str, Any], stated: Mapping[str, Any]) -> dict[str, Any]:
+    """What a file inherits of settings, without those whose value it states."""
+    return {key: value for key, value in inherited.items() if key not in stated}
 
 
 @cache

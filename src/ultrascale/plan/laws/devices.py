@@ -2,8 +2,8 @@
 
 Five devices have measured tables of GEMMs, three families have tables of attention. Every other device uses the law of a
 relative (`law` in the catalogue) with its own peaks, memory bandwidth and number of processors, and the relative's fractions of
-them. If `Accelerator.matmul_fraction` differs from the relative's, efficiencies are scaled by that ratio (MI300X: 0.51 of its
-peak at best, where its relative reaches more); the same chip at another power limit is slowed by that.
+them. If `Accelerator.matmul_fraction` differs from the relative's, efficiencies are scaled by that ratio (MI300X: 0.49 of its
+peak, where its relative reaches more); the same chip at another power limit is slowed by that.
 """
 
 from __future__ import annotations

@@ -35,6 +35,14 @@ _SELECTIVE = (
 )  # fmt: skip
 """Words of `recompute_detail`, and the recomputation that they mean."""
 
+_IN_FRAMEWORK: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("liger", {f"kernels.{part}": True for part in ("norm", "rotary", "swiglu")} | {"kernels.cross_entropy": "chunked"}),
+    (r"\bfa-?[34]|flash[-_ ]?att\w*[-_ ]?[34]", {"attention_kernel": "flash", "kernels.masks_in_kernel": True}),
+    ("cudnn", {"attention_kernel": "cudnn"}),
+)
+"""Words of `framework` beside the program's name, and the settings that they mean. Liger: what its `apply_liger_kernel_to_*`
+replaces by default."""
+
 
 @dataclass(frozen=True)
 class Tuning:
@@ -98,6 +106,9 @@ def _name(config: RunConfig, tuning: Tuning, assumed: list[str]) -> str:
 def _of_cells(config: RunConfig, stack: Stack, assumed: list[str]) -> dict[str, Any]:
     """Settings that the row's own columns state."""
     settings: dict[str, Any] = {}
+    for words, meant in _IN_FRAMEWORK:
+        if re.search(words, config.framework, re.IGNORECASE):
+            settings |= meant
     if config.compile is not None:
         settings["kernels.compiled"] = config.compile
         if not config.compile and stack.kernels.compiled:
