@@ -56,7 +56,7 @@ __all__ = [
     "tree_leaves", "without_modes",
 ]  # fmt: skip
 
-TESTED = ("2.11", "2.12", "2.13")
+TESTED = ("2.11", "2.12", "2.13", "2.14")
 Hook = Callable[..., Any]
 _FSDP = "torch.distributed.fsdp._fully_shard."
 MODULES_OF = {
