@@ -140,6 +140,8 @@ def test_gemma_3_sees_everything_at_every_sixth_layer_and_turns_there_by_another
     assert [layer for layer in range(14) if model.window(layer) is None] == [5, 11]
     assert [layer for layer in range(14) if not model.is_rope_local(layer)] == [5, 11]
     assert "layer_types" in refused(tiny("gemma3_text"), layer_types=["full_attention", "sliding_attention"])
+    whole = refused(tiny("gemma3_text"), layer_types=["full_attention"] * tiny("gemma3_text")["num_hidden_layers"])
+    assert "n at least 2" in whole["layer_types"].rule
     local = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
     key = "rope_parameters.sliding_attention"
     assert key in refused(tiny("gemma3_text"), rope_parameters={"full_attention": None, "sliding_attention": local})

@@ -226,6 +226,20 @@ def test_every_missing_unknown_and_misshapen_tensor_is_named(tmp_path):
     ]
 
 
+def test_a_folder_that_transformers_saved_without_prediction_blocks_is_refused_by_its_key(tmp_path):
+    """It saves `num_nextn_predict_layers` of DeepSeek-V3 and GLM-4.5 as it was read, and no weight of these blocks."""
+    from transformers import AutoModelForCausalLM
+
+    model = replace(DEEPSEEK_V3, num_nextn_predict_layers=1)
+    folder = export_folder(state_of(random_decoder(model, torch.float32)), model, tmp_path / "hf")
+    AutoModelForCausalLM.from_pretrained(folder).save_pretrained(tmp_path / "saved")
+    with pytest.raises(SpecError, match=r"^num_nextn_predict_layers \(from .*saved\): is 1, but no weight .* Set it to 0"):
+        import_folder(tmp_path / "saved")
+    config = tmp_path / "saved" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"num_nextn_predict_layers": 0}))
+    assert import_folder(tmp_path / "saved")[0].num_nextn_predict_layers == 0
+
+
 def test_quantized_tensors_and_tensors_that_are_there_twice_are_named(tmp_path):
     folder = export_folder(state_of(random_decoder(LLAMA, torch.float32)), LLAMA, tmp_path / "hf")
     tensors = load_file(folder / "model.safetensors")

@@ -338,6 +338,12 @@ def test_a_step_without_a_single_valid_target_ends_the_run_and_says_so(home):
     assert outcomes[0]["text"].startswith("step 3, sequences 8 to 11: no token is a valid target")
 
 
+def test_nothing_but_steps_without_a_target_ends_a_run_that_skips_and_sends_to_the_data(home):
+    run = small_run(home, name="aimless", steps=12, faults=Faults(on_anomaly="skip"))
+    with pytest.raises(AnomalousStepError, match=r"step 11.* passed over\. Look at the data with `ultrascale data inspect`\.$"):
+        train_here(run, before_step=at_step(2, without_targets))
+
+
 @pytest.mark.catalogue(50)
 def test_a_step_without_a_single_valid_target_updates_nothing_where_such_steps_are_skipped(home):
     log = replace(small_run(home).log, gradient_noise_scale=True)

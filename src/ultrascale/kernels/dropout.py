@@ -19,6 +19,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ultrascale.kernels.choice.device_kind import is_cuda
+from ultrascale.torch_private import never_compiled
+
 _GOLDEN = 0x9E3779B97F4A7C15
 """2^64 over the golden ratio: multiples of it are spread widely (SplitMix, Steele et al. 2014; the two multipliers too)."""
 _SPLIT_1, _SPLIT_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -39,8 +42,10 @@ def dropout(x: Tensor, rate: float, keys: Tensor, site: int) -> Tensor:
 
     `keys` [B, S] int64 (`token_keys`); `site`: number of this dropout in the model.
     """
-    if torch.compiler.is_compiling():  # the compiler recomputes the mask in the backward pass itself
-        return (x * (1 / (1 - rate))).masked_fill(dropped(keys, site, x.shape[-1], rate), 0)
+    if torch.compiler.is_compiling():
+        if is_cuda(x):  # the compiler recomputes the mask in the backward pass itself
+            return (x * (1 / (1 - rate))).masked_fill(dropped(keys, site, x.shape[-1], rate), 0)
+        return _uncompiled(x, rate, keys, site)
     return _Dropout.apply(x, rate, keys, site)  # pyright: ignore[reportReturnType]
 
 
@@ -76,6 +81,13 @@ class _Dropout(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return _drop(grads[0], ctx.rate, ctx.keys, ctx.site), None, None, None
+
+
+@never_compiled
+def _uncompiled(x: Tensor, rate: float, keys: Tensor, site: int) -> Tensor:
+    """The C++ that torch 2.13 generates hashes wrongly: where a column's multiple overflows 32 bits, and in the columns after
+    the last whole vector of elements that are not 4 bytes wide."""
+    return _Dropout.apply(x, rate, keys, site)  # pyright: ignore[reportReturnType]
 
 
 def _drop(x: Tensor, rate: float, keys: Tensor, site: int) -> Tensor:

@@ -232,7 +232,7 @@ def _read_full_interval(reader: Reader, types: list[Any] | None, layers: int) ->
     interval: int | None = reader.take_first(("_sliding_window_pattern", "sliding_window_pattern"), int)
     if types is not None:
         interval = types.index("full_attention") + 1 if "full_attention" in types else None
-        if types != _layer_types(layers, interval):
+        if interval == 1 or types != _layer_types(layers, interval):
             rule = "must be full_attention at every n-th layer, n at least 2, and sliding_attention elsewhere"
             reader.problem("layer_types", rule, "Such a pattern cannot be trained here.")
     interval = interval if interval is None or interval <= layers else None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,10 @@ def import_folder(path: str | Path) -> tuple[Model, dict[str, Tensor]]:
     with ExitStack() as files:
         file_of = _open_tensors(folder, files)
         names = _match_names(file_of.keys(), table, model)
+        predictions = table.keys() - stored_weights(replace(model, num_nextn_predict_layers=0)).keys()
+        if predictions and not predictions & names.keys():
+            rule = f"is {model.num_nextn_predict_layers}, but no weight of such a block is there: transformers saves none"
+            raise mistake("num_nextn_predict_layers", rule, "Set it to 0 in config.json.", str(folder))
         problems = _compare(table, shapes, {names[name]: _shape(file_of[name], name) for name in names}, folder)
         problems += _unreadable(file_of, names, folder)
         if problems:

@@ -22,6 +22,8 @@ KEPT = 64
 FEWEST = 16
 MOST_IN_A_ROW = 8
 """Most skipped steps in a row before the run fails."""
+NO_TARGET = "no token is a valid target, so there is no loss to train on"
+INSPECT = "Look at the data with `ultrascale data inspect`"
 
 
 class AnomalousStepError(RuntimeError):
@@ -65,7 +67,8 @@ class Norms:
         self.in_a_row += 1
         if self.in_a_row > MOST_IN_A_ROW:
             problem = f"step {step}: {reason}; so were the {MOST_IN_A_ROW} steps before, which were passed over"
-            raise AnomalousStepError(f"{problem}. Lower optimizer.learning_rate, or go back to an older checkpoint.")
+            remedy = INSPECT if reason == NO_TARGET else "Lower optimizer.learning_rate, or go back to an older checkpoint"
+            raise AnomalousStepError(f"{problem}. {remedy}.")
 
     def state(self) -> list[float]:
         """State for a checkpoint: gradient norms of recent steps."""

@@ -6,12 +6,10 @@ from math import isfinite
 
 import torch
 
-from ultrascale.train.observers.anomalies import AnomalousStepError, NonFiniteError
+from ultrascale.train.observers.anomalies import INSPECT, NO_TARGET, AnomalousStepError, NonFiniteError
 from ultrascale.train.optimizers.gradients import name_bad_gradients, watched_gradients
 from ultrascale.train.session.moments import LoopObserver, Session, StepDone
 from ultrascale.train.step import Observer, Step, forward_backward
-
-NO_TARGET = "no token is a valid target, so there is no loss to train on"
 
 
 class RefusalLines(LoopObserver):
@@ -50,7 +48,7 @@ class RefusedSteps(Observer):
         what, numbers = f"step {step.step + 1}", step.span.numbers
         if step.anomaly != NO_TARGET:
             return AnomalousStepError(f"{what}: {step.anomaly}. Nothing was updated (faults.spike_factor).")
-        remedy = 'Look at the data with `ultrascale data inspect`, or pass over such steps with faults.on_anomaly = "skip"'
+        remedy = f'{INSPECT}, or pass over such steps with faults.on_anomaly = "skip"'
         where = f"{what}, sequences {numbers[0]} to {numbers[-1]}"
         return AnomalousStepError(f"{where}: {step.anomaly}. Nothing was updated. {remedy}.")
 
