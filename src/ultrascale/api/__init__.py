@@ -13,5 +13,5 @@ check           N processes compared with one
 sweep           many layouts measured
 report          summary of a run's folder
 displays        tables for notebooks and pandas; pictures
-schemas         keys of each result's `to_dict`; the JSON Schemas, and the type stub
+stamp           version of the JSON Schema that each result's `to_dict` follows
 """
