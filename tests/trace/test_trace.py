@@ -12,14 +12,17 @@ import pytest
 import torch
 from agree.layouts import EXPERTS, MODEL
 from agree.traced import run_of
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ultrascale.description.layout import Layout
 from ultrascale.description.problems import SpecError
 from ultrascale.models import feed_forward
+from ultrascale.parallel.mesh import Mesh
 from ultrascale.trace.allocator import LARGE_SEGMENT, SMALL_SEGMENT, Allocator, allocated_bytes, reserved_bytes
 from ultrascale.trace.groups import crosses_nodes
 from ultrascale.trace.planned import planned_rank
 from ultrascale.trace.rank import trace_rank
+from ultrascale.trace.recording.pretend import pretended_rank
 from ultrascale.trace.recording.record import RankTrace
 from ultrascale.trace.recording.recorder import TraceError
 from ultrascale.trace.views.compare import compare, traffic_of
@@ -32,6 +35,17 @@ RUN = run_of(MODEL, Layout(dp=2, tp=2, zero_stage=2, precision="bf16"))
 @pytest.fixture(scope="module")
 def traced() -> RankTrace:
     return trace_rank(RUN, 3, round_to=1)
+
+
+def test_a_sum_of_tensors_in_two_layouts_is_traced() -> None:
+    """DTensor chooses the layout by what moves cost, for which it asks how many devices a node has. From torch 2.14 on it does
+    so for a single shard too, which FSDP2 detaches."""
+    with pretended_rank(1, 2, "cuda") as (ranks, _):
+        mesh = Mesh(MODEL, Layout(dp=2, zero_stage=3), ranks).data
+        assert mesh is not None
+        shard, full = torch.empty(4, device="meta"), torch.empty(8, device="meta")
+        total = DTensor.from_local(shard, mesh, [Replicate(), Shard(0)]) + DTensor.from_local(full, mesh, [Replicate()] * 2)
+        assert total.shape == (8,)
 
 
 def test_micro_batches_that_are_alike_are_traced_once_and_counted_all() -> None:

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.optim.optimizer as torch_optimizer
 from torch import Tensor
+from torch.distributed import device_mesh
 from torch.distributed.tensor import debug
 from torch.nn import functional as F
 
@@ -78,6 +79,8 @@ def _replacements(kind: Kind, streams: Streams) -> Iterator[tuple[Any, str, Any]
     yield fsdp["_fully_shard"], "_get_device_from_mesh", lambda mesh: META
     for name in ("_fsdp_param_group", "_fsdp_state", "_fsdp_collectives"):
         yield fsdp[name], "_get_device_handle", lambda device: streams
+    # DTensor prices moves between layouts by it, from torch 2.14 on also where it detaches a shard.
+    yield device_mesh._mesh_resources, "num_devices_per_host", lambda device_type: 1
     yield FakeWork, "is_completed", lambda work: True
     yield torch.accelerator, "current_stream", streams.current_stream
     yield FSDPParamGroup, "_validate_no_meta_params", lambda group: None
