@@ -20,7 +20,7 @@ from ultrascale import __version__
 from ultrascale.catalogue.machines import usable_cores
 from ultrascale.description.units import count_of
 
-TORCH_RANGE = ((2, 11), (2, 14))
+TORCH_RANGE = ((2, 11), (2, 15))
 """Releases of torch this version is tested with: from the first, below the second. Also stated in pyproject.toml."""
 TORCH_REMEDY = "pip install 'ultrascale[train]'"
 PACKAGES = {
