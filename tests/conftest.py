@@ -41,6 +41,11 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # Ranks of tests are forks, which must not meet a pool of threads of this process: they would wait for it. Bits are compared.
 torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
 
+# Torch built for CUDA starts a thread for each GPU at the first backward pass, and then forks cannot compute. Where none is,
+# FakeTensorMode (of a trace, of the compiler) makes up eight: the first pass comes before it.
+if not torch.cuda.is_available():
+    torch.ones(1, requires_grad=True).sum().backward()
+
 # On CUDA torch asks for it once, at the first product of a process, and `deterministic = true` then wants it to be there.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 

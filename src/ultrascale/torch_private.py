@@ -18,7 +18,7 @@
     FileStore, PrefixStore, Store, TCPStore, foreach,
     _assert_async, _backward_hooks, _sleep, tree_leaves                 public in all but name
 
-Names of `MODULES_OF` are imported when they are first asked for. Tested with torch 2.11, 2.12 and 2.13.
+Names of `MODULES_OF` are imported when they are first asked for. Tested with torch 2.11 to 2.14.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def test_a_missing_optional_package_is_a_note_that_does_not_stop(capsys, hide):
 
 
 def test_a_torch_release_that_is_too_new_stops():
-    assert doctor.torch_release("2.14.0+cpu").state == "stop"
+    assert doctor.torch_release("2.15.0+cpu").state == "stop"
     assert doctor.torch_installed() == doctor.torch_release(torch.__version__)
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ultrascale.launch import forked
 from ultrascale.launch.forked import RankFailed, forks_compute, run_forked
@@ -172,6 +173,15 @@ def another_thread() -> Iterator[None]:
         thread.join()
         while os.path.exists(f"/proc/self/task/{thread.native_id}"):  # which ends a moment after
             time.sleep(0.001)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a backward pass starts threads for GPUs that there are")
+def test_forks_compute_here_although_a_trace_makes_up_devices():
+    """With torch built for CUDA only: any other makes up none."""
+    with FakeTensorMode():
+        pass
+    torch.ones(1, requires_grad=True).sum().backward()
+    assert forks_compute()
 
 
 def test_whether_a_fork_can_do_a_backward_pass_is_tried_once_for_the_threads_that_there_are(monkeypatch):

@@ -14,7 +14,7 @@ The bucket outside the blocks (embedding, final norm, head) is gathered first, a
 fp8 (`layout.fp8_all_gather`) take one byte per element in the bucket; their gradients are as wide as those of other weights.
 A single process does not use FSDP2. In mixed precision (`parallel.precision.mixed_precision`) it keeps U elements of
 low-precision copies to compute with, and casts a block's gradients one by one after its backward pass, last weight first.
-Source: torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py and _fsdp_collectives.py, torch 2.11 to 2.13.
+Source: torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py and _fsdp_collectives.py, torch 2.11 to 2.14.
 
 Also here: scales of weights gathered in fp8 (`parallel.precision.fp8_gather`), their bytes and their all-reduces per update.
 """

@@ -80,7 +80,7 @@ def _replacements(kind: Kind, streams: Streams) -> Iterator[tuple[Any, str, Any]
     for name in ("_fsdp_param_group", "_fsdp_state", "_fsdp_collectives"):
         yield fsdp[name], "_get_device_handle", lambda device: streams
     # DTensor prices moves between layouts by it, from torch 2.14 on also where it detaches a shard.
-    yield device_mesh._mesh_resources, "num_devices_per_host", lambda device_type: 1  # pyright: ignore[reportPrivateUsage]
+    yield device_mesh._mesh_resources, "num_devices_per_host", lambda device_type: 1
     yield FakeWork, "is_completed", lambda work: True
     yield torch.accelerator, "current_stream", streams.current_stream
     yield FSDPParamGroup, "_validate_no_meta_params", lambda group: None
