@@ -192,7 +192,7 @@ _PARTS = {"usual": Usual, "can": Abilities}
 
 
 def _without(inherited: Mapping[str, Any], stated: Mapping[str, Any]) -> dict[str, Any]:
-    """What a file inherits of settings, without those whose value it states."""
+    """Settings that a file inherits, without those whose value it states."""
     return {key: value for key, value in inherited.items() if key not in stated}
 
 
