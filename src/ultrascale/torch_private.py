@@ -11,7 +11,8 @@
     _set_pg_timeout                                      limits of a step, once the first one is done (`time_limits`)
     _is_profiler_enabled                                 ranges for a profiler, and nothing without one (`lost`)
     _PipelineScheduleRuntime, _Action                    torch's own executor of schedules (`pipeline_torch`)
-    FakeProcessGroup, FakeTensor, TorchDispatchMode      traces, and memory counted on the CPU (`trace`, `measure.memory`)
+    FakeProcessGroup, FakeTensor, TorchDispatchMode,
+    _mesh_resources                                      traces, and memory counted on the CPU (`trace`, `measure.memory`)
     _scaled_mm                                           products in fp8
     _disable_dynamo, __dynamo_disable                    the compiler left unloaded where nothing is compiled
     _symmetric_memory                                    products of tp over memory of other ranks (`tensor_overlap`)
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import FakeProcessGroup, FakeWork, FileStore, HashStore, PrefixStore, Store, TCPStore
     from torch._library.custom_ops import CustomOpDef
     from torch._subclasses.fake_tensor import FakeTensor
+    from torch.distributed.device_mesh import _mesh_resources as mesh_resources
     from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -53,7 +55,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AllGather", "CachedTorchDispatchMode", "CustomOpDef", "FSDPParam", "FSDPParamGroup", "FakeProcessGroup", "FakeTensor",
     "FakeWork", "FileStore", "HashStore", "PrefixStore", "ReduceScatter", "Store", "TCPStore", "TorchDispatchMode",
-    "tree_leaves", "without_modes",
+    "mesh_resources", "tree_leaves", "without_modes",
 ]  # fmt: skip
 
 TESTED = ("2.11", "2.12", "2.13", "2.14")
@@ -73,9 +75,13 @@ MODULES_OF = {
     "without_modes": "torch.utils._python_dispatch",
     "tree_leaves": "torch.utils._pytree",
     "CachedTorchDispatchMode": "torch.utils.checkpoint",
+    "mesh_resources": "torch.distributed.device_mesh",
 }
 """The module of each name."""
-_TORCH_NAMES = {"without_modes": "_disable_current_modes", "CachedTorchDispatchMode": "_CachedTorchDispatchMode"}
+_TORCH_NAMES = {
+    "without_modes": "_disable_current_modes", "CachedTorchDispatchMode": "_CachedTorchDispatchMode",
+    "mesh_resources": "_mesh_resources",
+}  # fmt: skip
 """Names that are others there."""
 
 

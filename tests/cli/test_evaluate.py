@@ -14,6 +14,7 @@ from ultrascale.cli.main import main
 from ultrascale.data.loader import Loader
 from ultrascale.data.tokenizer import bytes_by_id
 from ultrascale.description.run import Source
+from ultrascale.train.evaluate import TOKENS_TOGETHER
 
 LENGTH = 24
 WORDS = "die größe des modells, 模型的大小, the size of the model; "
@@ -26,7 +27,7 @@ def home(tmp_path_factory) -> Path:
     for kind, repeats in (("train", 40), ("held-out", 9)):
         (home / kind).mkdir()
         for number in range(repeats):
-            (home / kind / f"{number}.txt").write_text(WORDS[number % 7 :] * (2 + number % 3))
+            (home / kind / f"{number}.txt").write_text(WORDS[number % 7 :] * (2 + number % 3) * (9 if kind == "train" else 1))
     prepare = ["data", "prepare", "--glob", "*.txt"]
     assert main([*prepare, str(home / "train"), "--train-tokenizer", "300", "--output", str(home / "tokens")]) == 0
     tokenizer = ["--tokenizer", str(home / "tokens" / "tokenizer.json")]
@@ -84,6 +85,9 @@ def test_a_hugging_face_folder_is_evaluated_on_all_of_several_corpora_as_transfo
     for corpus, name in zip(result["corpora"], ("unseen", "tokens"), strict=True):
         loader = Loader((Source(f"{home}/{name}"),), sequence_length=LENGTH, vocab_size=300, seed=0, document_mask=False)
         (count,) = loader.sequences_per_epoch
+        assert (count * LENGTH > TOKENS_TOGETHER) == (
+            name == "tokens"
+        )  # one corpus takes several passes, the last of them short
         read = loader.read(range(count))
         logits = decoder(torch.from_numpy(read.tokens)).logits
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), torch.from_numpy(read.targets).flatten())
@@ -110,6 +114,10 @@ def test_bytes_of_ids_are_those_of_the_text_that_they_stand_for(home, tmp_path):
     sentencepiece.add_tokens(["[größe]"])
     sentencepiece.save(str(tmp_path / "tokenizer.json"))
     assert bytes_by_id(tmp_path / "tokenizer.json") == {0: 0, 1: 4, 2: 7, 3: 1, 4: 1, 5: 1, 6: 9}
+    wordpiece = Tokenizer(models.WordPiece({"[UNK]": 0, "##ing": 1}, unk_token="[UNK]"))
+    wordpiece.decoder = decoders.WordPiece()
+    wordpiece.save(str(tmp_path / "tokenizer.json"))
+    assert bytes_by_id(tmp_path / "tokenizer.json") == {}
 
 
 @pytest.mark.parametrize(
@@ -136,6 +144,18 @@ def test_what_cannot_be_evaluated_says_why_and_exits_with_2(home, capsys, words,
     places = {"home": home, "run": home / "out" / "run", "export": home / "out" / "run" / "export"}
     assert main(["evaluate", *(word.format(**places) for word in words)]) == 2
     assert told in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_corpus_that_lost_the_tokenizer_of_others_is_refused_too(home, tmp_path, capsys):
+    folder = Path(copytree(home / "unseen", tmp_path / "unseen"))
+    (folder / "tokenizer.json").unlink()
+    assert evaluated(capsys, home / "out" / "run", folder)["corpora"][0]["bits_per_byte"] is not None
+    manifest = folder / "manifest.json"
+    known = json.loads(manifest.read_text())
+    known["tokenizer"]["fingerprint"] = "0" * 64
+    manifest.write_text(json.dumps(known))
+    assert main(["evaluate", str(home / "out" / "run"), str(folder)]) == 2
+    assert "has lost its tokenizer.json" in capsys.readouterr().err
 
 
 def test_weights_that_are_not_finite_have_no_loss(home, capsys, tmp_path):

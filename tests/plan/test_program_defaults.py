@@ -258,6 +258,11 @@ def test_gpt_oss_has_its_biases_and_sinks_in_rows_too():
         (" with Liger Kernel", ("chunked", True, "flash-2", False)),
         (", FA3", ("eager", False, "flash", True)), (" + FlashAttention-4", ("eager", False, "flash", True)),
         (", flash attention 2", ("eager", False, "flash-2", False)), (", cuDNN attention", ("eager", False, "cudnn", False)),
+        (", liger_kernel", ("chunked", True, "flash-2", False)), (", FlashAttention v3", ("eager", False, "flash", True)),
+        *((words, ("eager", False, "flash-2", False)) for words in (
+            ", torch 2.8, CUDA 12.9, cuDNN 9.10", " without Liger", ", no cuDNN attention", ", FA3 off", ", flash-attn 4D parallel",
+            ", FlashAttention2 3D",
+        )),
     ],
 )  # fmt: skip
 def test_kernels_named_beside_a_program_replace_its_own(words: str, settings: tuple[str, bool, str, bool]):
@@ -265,6 +270,12 @@ def test_kernels_named_beside_a_program_replace_its_own(words: str, settings: tu
     kernels = stack.kernels
     assert (kernels.cross_entropy, kernels.swiglu, stack.attention_kernel, kernels.masks_in_kernel) == settings
     assert kernels.norm == kernels.rotary == kernels.swiglu
+
+
+@pytest.mark.parametrize(("cells", "kernel"), [({}, ("flash", True)), ({"flash_attention": "0"}, ("math", False))])
+def test_a_named_flash_kernel_is_taken_unless_the_row_has_none(cells: dict[str, str], kernel: tuple[str, bool]):
+    kernels = program_of_row(config(framework="Megatron-DeepSpeed, FA3", **cells)).stacks[0].kernels
+    assert (kernels.attention, kernels.masks_in_kernel) == kernel
 
 
 def test_torchtitan_skips_what_a_window_hides_and_sdpa_of_2024_does_not():

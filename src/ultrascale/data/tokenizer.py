@@ -51,11 +51,13 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def bytes_by_id(path: Path) -> dict[int, int]:
-    """Bytes of UTF-8 text that each id of a `tokenizer.json` stands for; none for special tokens. A space that a tokenizer puts
-    before a document counts."""
+    """Bytes of UTF-8 text that each id of a `tokenizer.json` stands for; 0 for special tokens. A space that a tokenizer puts
+    before a document counts. Empty for a tokenizer that is neither byte-level nor of SentencePiece's kind."""
     tokenizer = load_tokenizer(path)
     added = tokenizer.get_added_tokens_decoder()
-    is_byte_level = "ByteLevel" in str(tokenizer.decoder)  # then each character of a token stands for one byte
+    is_byte_level = "ByteLevel" in f"{tokenizer.decoder} {tokenizer.pre_tokenizer}"  # a character of a token is a byte
+    if not is_byte_level and _SPACE not in f"{tokenizer.decoder} {tokenizer.pre_tokenizer} {tokenizer.normalizer}":
+        return {}
     sizes = {
         number: len(token) if is_byte_level else 1 if _ONE_BYTE.fullmatch(token) else len(token.replace(_SPACE, " ").encode())
         for token, number in tokenizer.get_vocab(with_added_tokens=False).items()

@@ -125,6 +125,13 @@ def expect_tokenizer_of(folder: Path, training: Loader) -> None:
         return
     problems, of_folder = [], _tokens_by_id(file)
     for corpus in training.corpora:
+        recorded = corpus.tokenizer.fingerprint if corpus.tokenizer and corpus.tokenizer_path is None else None
+        if recorded not in (None, hashlib.sha256(file.read_bytes()).hexdigest()):
+            rule, remedy = (
+                f"has lost its {TOKENIZER_FILE}, which was not that of {folder}",
+                "Prepare it again for these weights.",
+            )
+            problems.append(Problem(str(corpus.path), rule, remedy))
         of_corpus = {} if corpus.tokenizer_path is None else _tokens_by_id(corpus.tokenizer_path)
         differing = sorted(number for number in of_folder.keys() & of_corpus.keys() if of_folder[number] != of_corpus[number])
         if differing:

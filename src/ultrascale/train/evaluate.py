@@ -19,8 +19,8 @@ from ultrascale.train.session.moments import LoopObserver, Session, StepDone
 from ultrascale.train.trainer import Trainer
 from ultrascale.train.watch.signs_of_life import slow_part
 
-LOGITS_TOGETHER = 1 << 26
-"""Largest number of logits in one forward pass of `evaluate_alone`, unless one sequence has more."""
+TOKENS_TOGETHER, LOGITS_TOGETHER = 1 << 12, 1 << 26
+"""Largest numbers in one forward pass of `evaluate_alone`, unless one sequence has more."""
 
 
 class HeldOut(LoopObserver):
@@ -89,7 +89,7 @@ def evaluate_alone(decoder: Decoder, loader: Loader, num_sequences: int) -> tupl
     """Loss of a whole model in this process: nats summed over the first `num_sequences` sequences of `loader`, and how often
     each token id is a target [V] int64."""
     device, vocabulary = decoder.head_weight.device, decoder.spec.vocab_size
-    together = max(1, LOGITS_TOGETHER // (loader.sequence_length * vocabulary))
+    together = max(1, min(TOKENS_TOGETHER, LOGITS_TOGETHER // vocabulary) // loader.sequence_length)
     total, counts = 0.0, torch.zeros(vocabulary, dtype=torch.int64)
     for first in range(0, num_sequences, together):
         read = loader.read(range(first, min(first + together, num_sequences)))

@@ -35,7 +35,7 @@ def evaluate(
     sequences: int | None = None,
     sequence_length: int | None = None,
     document_mask: bool | None = None,
-    precision: Literal["fp32", "bf16"] = "fp32",
+    precision: Literal["fp32", "bf16"] | None = None,
     device: Literal["auto", "cpu", "cuda"] = "auto",
     json: bool = False,
 ) -> int:
@@ -48,10 +48,10 @@ def evaluate(
     Args:
         folder: Run folder (its newest complete checkpoint), checkpoint, or Hugging Face folder.
         corpora: Prepared folders or Megatron prefixes. None: the validation data of the run.
-        sequences: Evaluate this many sequences of each corpus. None: as many as the run does; without a run, all.
+        sequences: Evaluate this many sequences of each corpus. None: all; of the run's validation data as many as the run does.
         sequence_length: Tokens per sequence. None: those of the run; without a run 2,048, or the model's context.
         document_mask: Tokens see only their own document. None: as in the run; without a run, true.
-        precision: Dtype of weights and activations.
+        precision: Dtype of weights and activations. None: as in the run; without a run, fp32.
         device: auto: CUDA if available.
         json: Print one JSON object.
     """
@@ -89,15 +89,17 @@ def evaluate(
     if trained.tokenizer is not None:
         for loader in loaders.values():
             expect_tokenizer_of(trained.tokenizer.parent, loader)
-    asked = sequences or (run.evaluation.sequences if run else None)
-    decoder = trained.decoder(dtype=TORCH_DTYPE[precision], device=where)
+    asked = sequences or (run.evaluation.sequences if run and not corpora else None)
+    dtype = TORCH_DTYPE[precision or (run.layout.precision if run else "fp32")]
+    decoder = trained.decoder(dtype=dtype, device=where)
     with waiting("evaluating"):
         results = [_evaluated(trained, decoder, path, loader, asked) for path, loader in loaders.items()]
     if json:
         print_json({"source": str(trained.source), "sequence_length": length, "corpora": results}, "evaluate")
         return 0
     for result in results:
-        size = f"{result['sequences']:,} sequences, {result['targets']:,} predicted tokens"
+        share = f"{result['sequences']:,} of {loaders[result['corpus']].sequences_per_epoch[0]:,} sequences"
+        size = f"{share}, {result['targets']:,} predicted tokens"
         parts = [f"loss {result['loss']:.4f}" if result["loss"] is not None else "no finite loss"]
         parts += [f"perplexity {result['perplexity']:.4g}"] if result["perplexity"] is not None else []
         parts += [f"{result['bits_per_byte']:.4f} bits per byte"] if result["bits_per_byte"] is not None else []

@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 import torch.optim.optimizer as torch_optimizer
 from torch import Tensor
-from torch.distributed import device_mesh
 from torch.distributed.tensor import debug
 from torch.nn import functional as F
 
@@ -28,7 +27,15 @@ from ultrascale.kernels.choice.device_kind import Kind, meta_stands_for
 from ultrascale.kernels.choice.wide import wide_dtype
 from ultrascale.parallel import apply
 from ultrascale.parallel.mesh import Ranks
-from ultrascale.torch_private import FakeProcessGroup, FakeWork, FSDPParam, FSDPParamGroup, HashStore, fsdp_modules
+from ultrascale.torch_private import (
+    FakeProcessGroup,
+    FakeWork,
+    FSDPParam,
+    FSDPParamGroup,
+    HashStore,
+    fsdp_modules,
+    mesh_resources,
+)
 
 META = torch.device("meta")
 BACKEND = "ultrascale_trace"
@@ -80,7 +87,7 @@ def _replacements(kind: Kind, streams: Streams) -> Iterator[tuple[Any, str, Any]
     for name in ("_fsdp_param_group", "_fsdp_state", "_fsdp_collectives"):
         yield fsdp[name], "_get_device_handle", lambda device: streams
     # DTensor prices moves between layouts by it, from torch 2.14 on also where it detaches a shard.
-    yield device_mesh._mesh_resources, "num_devices_per_host", lambda device_type: 1
+    yield mesh_resources, "num_devices_per_host", lambda device_type: 1
     yield FakeWork, "is_completed", lambda work: True
     yield torch.accelerator, "current_stream", streams.current_stream
     yield FSDPParamGroup, "_validate_no_meta_params", lambda group: None

@@ -35,13 +35,20 @@ _SELECTIVE = (
 )  # fmt: skip
 """Words of `recompute_detail`, and the recomputation that they mean."""
 
-_IN_FRAMEWORK: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("liger", {f"kernels.{part}": True for part in ("norm", "rotary", "swiglu")} | {"kernels.cross_entropy": "chunked"}),
-    (r"\bfa-?[34]|flash[-_ ]?att\w*[-_ ]?[34]", {"attention_kernel": "flash", "kernels.masks_in_kernel": True}),
-    ("cudnn", {"attention_kernel": "cudnn"}),
+_FLASH = {"kernels.attention": "flash", "attention_kernel": "flash", "kernels.masks_in_kernel": True}
+_IN_FRAMEWORK: tuple[tuple[str, dict[str, Any]], ...] = tuple(
+    (rf"(?<!no )(?<!non-)(?<!without )(?<!w/o )\b(?:{words})\b(?!\W{{0,2}}(?:off|disabled)\b)", meant)
+    for words, meant in (
+        (
+            "liger(?:[-_ ]?kernels?)?",
+            {f"kernels.{part}": True for part in ("norm", "rotary", "swiglu")} | {"kernels.cross_entropy": "chunked"},
+        ),
+        ("(?:fa|flash[-_ ]?att[a-z]*)[-_ ]?v?[34]", _FLASH),
+        ("cudnn[- ](?:fused[- ])?att[a-z]*", {"kernels.attention": "flash", "attention_kernel": "cudnn"}),
+    )
 )
-"""Words of `framework` beside the program's name, and the settings that they mean. Liger: what its `apply_liger_kernel_to_*`
-replaces by default."""
+"""Words of `framework` beside the program's name, and the settings that they mean; the release of a library and what is said to
+be off mean none. Liger: what its `apply_liger_kernel_to_*` replaces by default."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +121,7 @@ def _of_cells(config: RunConfig, stack: Stack, assumed: list[str]) -> dict[str, 
         if not config.compile and stack.kernels.compiled:
             settings |= UNFUSED
     if config.flash_attention is False:
-        settings["kernels.attention"] = "math"
+        settings |= {"kernels.attention": "math", "kernels.masks_in_kernel": False}
     scales = next((scaling for word, scaling in _SCALINGS.items() if word in config.precision.lower()), None)
     if scales:
         settings["kernels.fp8_scaling"] = scales
