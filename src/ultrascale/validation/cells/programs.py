@@ -35,16 +35,15 @@ _SELECTIVE = (
 )  # fmt: skip
 """Words of `recompute_detail`, and the recomputation that they mean."""
 
+_LIGER = dict.fromkeys(("kernels.norm", "kernels.rotary", "kernels.swiglu"), True) | {"kernels.cross_entropy": "chunked"}
 _FLASH = {"kernels.attention": "flash", "attention_kernel": "flash", "kernels.masks_in_kernel": True}
+_CUDNN = {"kernels.attention": "flash", "attention_kernel": "cudnn"}
 _IN_FRAMEWORK: tuple[tuple[str, dict[str, Any]], ...] = tuple(
     (rf"(?<!no )(?<!non-)(?<!without )(?<!w/o )\b(?:{words})\b(?!\W{{0,2}}(?:off|disabled)\b)", meant)
     for words, meant in (
-        (
-            "liger(?:[-_ ]?kernels?)?",
-            {f"kernels.{part}": True for part in ("norm", "rotary", "swiglu")} | {"kernels.cross_entropy": "chunked"},
-        ),
+        ("liger(?:[-_ ]?kernels?)?", _LIGER),
         ("(?:fa|flash[-_ ]?att[a-z]*)[-_ ]?v?[34]", _FLASH),
-        ("cudnn[- ](?:fused[- ])?att[a-z]*", {"kernels.attention": "flash", "attention_kernel": "cudnn"}),
+        ("cudnn[- ](?:fused[- ])?att[a-z]*", _CUDNN),
     )
 )
 """Words of `framework` beside the program's name, and the settings that they mean; the release of a library and what is said to
