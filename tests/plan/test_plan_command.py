@@ -365,7 +365,7 @@ def test_a_rounded_batch_costs_no_speed(capsys) -> None:
 
 
 def test_other_trainers_are_planned_without_document_masks_as_their_printed_settings_train(capsys) -> None:
-    question = ["plan", "--model", "llama-3.1-8b", "--gpus", "64xh100", "--seq-len", "32768", "--stack", "torchtitan", "--json"]
+    question = ["plan", "--model", "llama-3.1-8b", "--gpus", "64xh100", "--seq-len", "32768", "--stack", "megatron", "--json"]
     seconds = []
     for words in ([], ["--data.document-mask", "false"], ["--data.document-mask", "true"]):
         assert main([*question, *words]) == 0
