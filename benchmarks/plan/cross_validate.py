@@ -1,6 +1,7 @@
 """Fit the numbers of the time model that only whole runs show, a source or a kind left out at a time, and write what is left.
 
-    python benchmarks/plan/cross_validate.py measured_runs.csv measured_oom.csv playbook_runs.csv --markdown docs/validation.md
+    python benchmarks/plan/cross_validate.py measured_runs.csv measured_oom.csv playbook_runs.csv --markdown docs/validation.md \
+        --collected benchmarks/plan/collected_runs.csv
 
 Each such number (`plan.constants`, or `shared` by stacks' files) is a knob with a prior: what literature or arithmetic says of
 it, and how far it may be from that. Knobs are fitted to the logarithm of measured over predicted time with a Huber loss, a
@@ -10,6 +11,9 @@ without everything that is written by hand about it (`validation/stated.toml`, s
 honest ones. The same is done for kinds: all mixtures of experts, all runs of one accelerator, one trainer, one year. Of the
 playbook's scan the runs on few nodes are in the fits; the older one of the same program, most of whose pipelines waited for the
 network of the day, is not.
+
+Rows of `--collected` take part in no fit: strangers found them, blind. They have a table of their own, and intervals are as wide
+as their errors and those of sources left out ask for together.
 
 The knobs in the code are set by hand from what this prints.
 """
@@ -304,11 +308,14 @@ def _quantiles(values: Floats, sources: NDArray[np.str_], level: float) -> tuple
     return float(low), float(high)
 
 
-def main(files: Annotated[tuple[Path, ...], tyro.conf.Positional], /, markdown: Path | None = None) -> int:
+def main(
+    files: Annotated[tuple[Path, ...], tyro.conf.Positional], /, collected: Path, markdown: Path | None = None
+) -> int:  # fmt: skip
     """Fit, cross-validate and print.
 
     Args:
         files: CSV files of measured runs.
+        collected: CSV file of runs that no fit sees.
         markdown: Write the tables into this file, between its two markers.
     """
     if markdown is not None and not markdown.is_file():
@@ -323,7 +330,14 @@ def main(files: Annotated[tuple[Path, ...], tyro.conf.Positional], /, markdown: 
         print(f"{knob.owner + ' ' + knob.name:36s} {numbers}")
     # Nothing else is of the scan's kind: on many nodes its own errors are all there is to tell them by.
     own = [a if a.kind == OF_SCAN else b for a, b in zip(shipped, left_out, strict=True)]
-    factors = interval_factors(data, own)
+    unseen_rows = list(read_rows(collected))
+    unseen, unseen_predictions = fittable(unseen_rows), predict_rows([row.config for row in unseen_rows])
+    both = Data(
+        data.rows + unseen.rows,
+        np.concatenate([data.sources, unseen.sources]),
+        np.concatenate([data.log_measured, unseen.log_measured]),
+    )
+    factors = interval_factors(both, [*own, *predict_rows([row.config for row in unseen.rows])])
     for kind, (low, high, covered) in factors.items():
         print(f"interval {kind:20s} {low:.3f} .. {high:.3f} covers {covered:.0%} of sources left out")
     table = _folds(data, shipped, left_out)
@@ -332,10 +346,13 @@ def main(files: Annotated[tuple[Path, ...], tyro.conf.Positional], /, markdown: 
         print(f"{fold.source:26s} {fold.in_code.count:5d}   {ends}")
     for one in kinds.values():
         print(f"without {one.group:30s} {one.count:5d}   {one.median_absolute:6.1%} {one.median_error:+6.1%}")
+    report = score(unseen_rows, unseen_predictions)
+    for one in (*report.time["source"], *report.time["all"]):
+        print(f"collected {one.group:28s} {one.count:5d}   {one.median_absolute:6.1%} {one.median_error:+6.1%} {one.covered:6.0%}")
     print(f"mean of sources, left out: {fmean(fold.left_out.median_absolute for fold in table[:-2]):.1%}")
     if markdown is not None:
         predictions = predict_rows([row.config for row in rows])
-        write_markdown(markdown, score(rows, predictions), table, kinds, factors, _margins(rows, predictions))
+        write_markdown(markdown, score(rows, predictions), table, kinds, factors, _margins(rows, predictions), report)
     return 0
 
 

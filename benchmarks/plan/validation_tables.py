@@ -25,13 +25,14 @@ def write_markdown(
     path: Path, report: ValidationReport, folds: Sequence[Fold], kinds: Mapping[str, Errors],
     intervals: Mapping[str, tuple[float, float, float]],
     margins: Mapping[float, Sequence[Verdicts]],
+    collected: ValidationReport,
 ) -> None:  # fmt: skip
-    """Put the tables between the two markers of a file; the rest of it stays."""
+    """Put the tables between the two markers of a file; the rest of it stays. `collected`: of runs that no fit saw."""
     text = path.read_text(encoding="utf-8")
     before, _, rest = text.partition(START)
     _, _, after = rest.partition(END)
     body = "\n\n".join(
-        (_folds(folds), _errors("A whole kind left out", list(kinds.values())), _intervals(report, intervals),
+        (_folds(folds), _collected(collected), _errors("A whole kind left out", list(kinds.values())), _intervals(report, intervals),
          _memory(report.memory), _verdicts(report.verdicts), _margins(margins),
          _picks(report.picks), _errors("Accelerator", report.time["accelerator"]), _missing(report))
     )  # fmt: skip
@@ -68,6 +69,16 @@ def _errors(title: str, groups: Sequence[Errors]) -> str:
         for one in groups
     ]  # fmt: skip
     return _table(header, rows)
+
+
+def _collected(report: ValidationReport) -> str:
+    header = ("Collected runs, step time, % off", "rows", "median", "mean", "bias", "p90", "in the interval, %")
+    rows = [
+        (one.group, f"{one.count:,}", _percent(one.median_absolute), _percent(one.mean_absolute),
+         _percent(one.median_error, signed=True), _percent(one.p90_absolute), _percent(one.covered))
+        for one in (*report.time["source"], *report.time["all"])
+    ]  # fmt: skip
+    return f"{_table(header, rows)}\n\n{_errors('Collected runs, peak memory', report.memory)}"
 
 
 def _memory(groups: Sequence[Errors]) -> str:
