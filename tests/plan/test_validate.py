@@ -356,7 +356,7 @@ def test_a_row_may_name_its_machine_and_its_kind_of_network():
     ("text", "name"),
     [
         ("A100-80GB", "a100-80"), ("A100", "a100-80"), ("A100-40GB", "a100-40"), ("A100 PCIe 40GB", "a100-pcie-40"),
-        ("A100 (40GB) SXM", "a100-40"), ("A100-PCIE-80GB", "a100-pcie"), ("DGX A100", "a100-80"), ("A100-64GB", "a100-80"),
+        ("A100 (40GB) SXM", "a100-40"), ("A100-PCIE-80GB", "a100-pcie"), ("DGX A100", "a100-80"), ("A100-64GB", "a100-64"), ("H100-64GB", "h100-64"),
         ("H100-80GB-SXM", "h100-sxm"), ("H100-96GB-HBM2e-500W", "h100-96"), ("H100 SXM5 96GB", "h100-96"),
         ("H100 PCIe", "h100-pcie"), ("H100 NVL 94GB", "h100-nvl"), ("GH200 96GB (Grace Hopper)", "gh200"),
         ("H200-141GB-SXM", "h200"),
