@@ -356,10 +356,10 @@ def test_a_row_may_name_its_machine_and_its_kind_of_network():
     ("text", "name"),
     [
         ("A100-80GB", "a100-80"), ("A100", "a100-80"), ("A100-40GB", "a100-40"), ("A100 PCIe 40GB", "a100-pcie-40"),
-        ("A100 (40GB) SXM", "a100-40"), ("A100-PCIE-80GB", "a100-pcie"), ("DGX A100", "a100-80"), ("A100-64GB", "a100-80"),
+        ("A100 (40GB) SXM", "a100-40"), ("A100-PCIE-80GB", "a100-pcie"), ("DGX A100", "a100-80"), ("A100-64GB", "a100-64"),
         ("H100-80GB-SXM", "h100-sxm"), ("H100-96GB-HBM2e-500W", "h100-96"), ("H100 SXM5 96GB", "h100-96"),
         ("H100 PCIe", "h100-pcie"), ("H100 NVL 94GB", "h100-nvl"), ("GH200 96GB (Grace Hopper)", "gh200"),
-        ("H200-141GB-SXM", "h200"),
+        ("H200-141GB-SXM", "h200"), ("H100-64GB", "h100-64"),
         ("H800-80GB-SXM", "h800"), ("NVIDIA H20", "h20"), ("GB200 (B200)", "gb200"), ("GB300 NVL72", "gb300"), ("B300", "b300"),
         ("B200-180GB-SXM (power limited)", "b200"), ("AMD Instinct MI300X OAM", "mi300x"), ("MI355X", "mi355x"),
         ("V100-SXM2-16GB", "v100-16"), ("Tesla V100", "v100-32"), ("RTX4090", "rtx-4090"), ("GeForce RTX 3090", "rtx-3090"),
@@ -368,6 +368,20 @@ def test_a_row_may_name_its_machine_and_its_kind_of_network():
 )  # fmt: skip
 def test_accelerators_are_found_in_the_words_of_tables(text: str, name: str | None):
     assert accelerator_in(text) == name
+
+
+def test_a_memory_size_that_no_accelerator_has_is_reported():
+    assert "gpu NVIDIA A100 SXM 80 GB: the catalogue has none of 48 GB" in cluster_of(config(gpu="A100 48GB"), 8)[1]
+    for gpu in ("A100-64GB", "B200-180GB-SXM", "GH200 96GB", "H100"):
+        assert not any("the catalogue has none" in text for text in cluster_of(config(gpu=gpu), 8)[1])
+
+
+@pytest.mark.parametrize(
+    "detail", ["every second block fully recomputed", "every 2nd layer", "AC every other transformer block"]
+)
+def test_recomputation_of_every_second_block_is_read_in_several_words(detail: str):
+    (layout,) = setup_of(config(recompute="selective", recompute_detail=detail)).layouts
+    assert (layout.recompute, layout.recompute_every) == ("every-k", 2)
 
 
 def test_the_playbook_s_scan_ran_on_a_network_of_efa(tmp_path: Path):

@@ -39,6 +39,13 @@ def saved(model: Model, batch: int, *, tp: int = 1, sequence_parallel: bool = Fa
     return block_memory(model, 0, shape, recompute=recompute, stack=OLD).saved_bytes
 
 
+def test_layernorm_is_one_kernel_in_programs_that_fuse_nothing():
+    """torch's layer_norm saves its input and two numbers a row; an RMSNorm of single operations an fp32 copy."""
+    one, many = (Shape(1, 2048, "bf16", device="cuda", kernels=Kernels(norm=norm)) for norm in (True, False))
+    assert block_work(GPT3, 0, one) == block_work(GPT3, 0, many)
+    assert block_work(LLAMA, 0, one) != block_work(LLAMA, 0, many)
+
+
 @pytest.mark.parametrize("model", [GPT3, MT_NLG])
 @pytest.mark.parametrize("tp", [1, 2, 8])
 def test_a_block_keeps_what_korthikanti_et_al_say_byte_by_byte(model: Model, tp: int) -> None:

@@ -69,6 +69,8 @@ _NEGATED = re.compile(r"\b(?:no|not|without)\b(?:(?!\b(?:with|but)\b)[^,;+()])*"
 _NO_OFFLOAD = re.compile(r"\(?\b(?:no|not|without)\b[^,;+()]*offload\w*\)?", re.IGNORECASE)
 _NO_PRODUCT = re.compile("gather|reduc|commun|optim|state|moment|master|grad|cache|checkpoint|sum|accum|attention")
 """Words for tensors whose precision is not that of the products of weights."""
+_EVERY_SECOND = re.compile(r"every (?:second|other|2(?:nd)?) (?:transformer )?(?:block|layer)", re.IGNORECASE)
+"""Words for full recomputation of every second block."""
 _ENDS = 2
 """Embedding and head, which may be separate pipeline stages (Megatron: 128 stages for 126 layers)."""
 _PLAIN = (schedule_for(1), schedule_for(2))
@@ -342,7 +344,7 @@ def _recompute(config: RunConfig, program: Program, model: Model) -> tuple[str, 
     text, stack = config.recompute.lower(), program.stacks[0]
     if named := _modules(config, stack, model):
         return (named,)
-    if "every second" in config.recompute_detail.lower() and "block" in config.recompute_detail.lower():
+    if _EVERY_SECOND.search(config.recompute_detail):
         return ("every-k",)
     if text == "selective" and stack.selective == "attention" and stack.kernels.attention == "flash":
         # Flash attention has nothing to recompute but itself, and Megatron's recipes then omit it.

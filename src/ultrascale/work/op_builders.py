@@ -312,7 +312,7 @@ def norm(
         if shape.device == "cpu" or over_tp:  # `kernels.norm._RMSNorm`; with widened weights a fused form is one kernel
             forward, backward = (2 * a + 7 * w, 3 * a + 18 * w) if narrow else (5 * a, 15 * a)
     saves = (read, *(k.name for k in kept))
-    if not shape.kernels.norm:
+    if not shape.kernels.norm and model.norm != "layernorm":  # F.layer_norm is one kernel in any program
         # An fp32 copy and the normalised elements are saved instead of the input, one kernel each.
         kept = (*kept, Activation(f"{make}_wide", elements * w), Activation(f"{make}_normalised", elements * a))
         saves = tuple(k.name for k in kept)

@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ultrascale.catalogue.cluster import Cluster, Link, Node, Sourced
-from ultrascale.catalogue.machines import ALIASES, NODES, USUAL_NODE, accelerator_in
+from ultrascale.catalogue.machines import ACCELERATORS, ALIASES, NODES, USUAL_NODE, accelerator_in
 from ultrascale.catalogue.network import KINDS, network_kind
 from ultrascale.catalogue.racks import places_used, using, usual_places
 from ultrascale.validation.cells.models import UnrepresentableError
@@ -221,6 +221,8 @@ USUAL_REACH = 0.8
 
 USUAL_GPU = "h100-sxm"
 """GPU of a row that names none."""
+SAME_MEMORY = 0.15
+"""Relative difference between the memory in a GPU's name, in GB, and what its driver reports, up to which it is the same."""
 
 
 def cluster_of(config: RunConfig, num_gpus: int) -> tuple[Cluster, tuple[str, ...]]:
@@ -243,6 +245,10 @@ def _accelerator(config: RunConfig) -> tuple[str, tuple[str, ...]]:
     name = accelerator_in(config.gpu or config.gpu_family)
     if name is None:
         raise UnrepresentableError(f"gpu {text!r} is not in the catalogue (`ultrascale show clusters`)")
+    stated = re.search(r"(?<!\d)\d{2,3}(?=\s*GB\b)", text, re.IGNORECASE)
+    device = ACCELERATORS[name]
+    if stated and abs(int(stated[0]) * 1e9 / device.memory_bytes.value - 1) > SAME_MEMORY:
+        return name, (f"gpu {device.title}: the catalogue has none of {stated[0]} GB",)
     return name, ()
 
 
