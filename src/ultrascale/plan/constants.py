@@ -19,7 +19,7 @@ its CPU: beyond `power_slowdown` of what is left."""
 class Constants:
     """Constants of the time model: factors by which a step differs from the sum of its parts."""
 
-    compute_derate: float = 1.17
+    compute_derate: float = 1.165
     """Time of a GEMM or attention in training over that in a hot loop of its own: cold caches, clocks lowered by power."""
     device_derates: Mapping[str, float] = field(default_factory=lambda: DEVICE_DERATES)
     """Further factor on their time by name of accelerator; 1 for those not named."""
@@ -30,11 +30,11 @@ class Constants:
     of a column-parallel layer's backward pass (`plan.time.blocks.PartSeconds.tp_beside`)."""
     data_parallel_window: float = 0.9
     """Fraction of a pass's compute with which dp traffic can overlap: during the rest none is ready, or none is left."""
-    overlap_slowdown: float = 0.165
+    overlap_slowdown: float = 0.16
     """Compute that overlaps with a collective is slowed by this fraction of the collective's time, since they share SMs and
     memory. 0.15 for NVLink in Calculon (SC'23); 0.11 to 0.23 follows from measurements and assumptions of Galvatron
     (VLDB'23)."""
-    straggler_per_doubling: float = 0.008
+    straggler_per_doubling: float = 0.007
     """Fraction by which a step is longer per doubling of nodes, since it waits for the slowest node."""
     step_seconds: float = 5e-3
     """Fixed seconds per optimizer step: batch to device, loss to host, learning rate, logging."""
