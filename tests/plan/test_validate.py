@@ -173,7 +173,7 @@ def test_blank_heads_and_widths_are_inferred_and_said():
 def test_a_blank_micro_batch_is_open_over_powers_of_two():
     setup = setup_of(config(micro_batch="", grad_accum="", global_batch="512"))
     assert [layout.micro_batch_size for layout in setup.layouts] == [1, 2, 4, 8]
-    assert setup.open_cells == ("micro_batch",)
+    assert setup.open_cells == ("micro_batch", "kernels.cross_entropy")  # torchtitan's loss differs by release
     assert "micro_batch is open" in predict_rows([config(micro_batch="", grad_accum="", global_batch="512")])[0].reason
 
 
