@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from ultrascale.check.faults.plants import PLANTS
+from ultrascale.check.faults.all_faults import PLANTS
 from ultrascale.cli.main import main
 from ultrascale.cli.start.demo import command
 from ultrascale.config.resolve import resolve
