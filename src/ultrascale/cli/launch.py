@@ -62,7 +62,7 @@ class LaunchOptions:
     warm: int = WARM
     """Warm-up steps before them, with --measure."""
     island: int | None = None
-    """With islands.quorum: write only this island's script. None: those of all."""
+    """Number of the one island whose script is written, with islands.quorum; None: of all."""
 
 
 def command(arguments: list[str]) -> int:

@@ -25,8 +25,8 @@ from ultrascale.train.trainer import Trainer
 
 _MODULES = (faults_step, faults_dropout, faults_data, faults_tensor, faults_context, faults_pipeline, faults_experts)
 _CODE = ChainMap(*(vars(module) for module in _MODULES))
-PLANTS: dict[str, Callable[[Trainer], Plant]] = {name: _CODE[name.replace("-", "_")] for name in FAULTS}
-"""The function that plants each fault, which is called as the fault is."""
+PLANTS: dict[str, Callable[[Trainer], Plant]] = {name: _CODE[f"_{name}".replace("-", "_")] for name in FAULTS}
+"""Functions that plant the faults, each named as its fault."""
 CLASSIC = ("missing-reduce", "mean-of-means", "counted-twice", "shifted-batch")
 """Names of faults that fit any run of several data-parallel ranks."""
 

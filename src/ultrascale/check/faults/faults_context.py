@@ -26,7 +26,7 @@ def _changed(trainer: Trainer, change: Callable[[MicroBatch], MicroBatch]) -> Pl
     return patch.object(trainer, "to_device", lambda sequences: change(to_device(sequences)))
 
 
-def cp_rope_restarted(trainer: Trainer) -> Plant:
+def _cp_rope_restarted(trainer: Trainer) -> Plant:
     def restarted(batch: MicroBatch) -> MicroBatch:
         assert batch.positions is not None
         return replace(batch, positions=torch.arange(batch.positions.shape[-1]).expand_as(batch.positions))
@@ -34,7 +34,7 @@ def cp_rope_restarted(trainer: Trainer) -> Plant:
     return _changed(trainer, restarted)
 
 
-def cp_order(trainer: Trainer) -> Plant:
+def _cp_order(trainer: Trainer) -> Plant:
     shard_batch = micro_batches.shard_batch
 
     def shifted(*arrays: Any, **options: Any) -> LocalBatch:
@@ -45,7 +45,7 @@ def cp_order(trainer: Trainer) -> Plant:
     return patch.object(micro_batches, "shard_batch", shifted)
 
 
-def cp_targets(trainer: Trainer) -> Plant:
+def _cp_targets(trainer: Trainer) -> Plant:
     def rolled(batch: MicroBatch) -> MicroBatch:
         targets = torch.where(batch.targets == IGNORED, IGNORED, batch.tokens.roll(-1, dims=1))
         return replace(batch, targets=targets)
@@ -53,7 +53,7 @@ def cp_targets(trainer: Trainer) -> Plant:
     return _changed(trainer, rolled)
 
 
-def cp_weights_of_parts(trainer: Trainer) -> Plant:
+def _cp_weights_of_parts(trainer: Trainer) -> Plant:
     def averaged(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
         out.lerp_(part.to(out.dtype), 0.5)
         torch.logaddexp(lse, part_lse, out=lse)
@@ -61,7 +61,7 @@ def cp_weights_of_parts(trainer: Trainer) -> Plant:
     return patch.object(context_attention, "join", averaged)
 
 
-def cp_own_lse(trainer: Trainer) -> Plant:
+def _cp_own_lse(trainer: Trainer) -> Plant:
     backward = context_attention.attend_backward
 
     def alone(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, **options: Any) -> Any:
@@ -72,7 +72,7 @@ def cp_own_lse(trainer: Trainer) -> Plant:
 
 
 @contextmanager
-def cp_gradients_lost(trainer: Trainer) -> Iterator[None]:
+def _cp_gradients_lost(trainer: Trainer) -> Iterator[None]:
     ring, scattered = context_ring.RingGradients.received, context_gather.ScatteredGradients.received
 
     def lost(received: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -85,7 +85,7 @@ def cp_gradients_lost(trainer: Trainer) -> Iterator[None]:
         yield
 
 
-def cp_documents_seen(trainer: Trainer) -> Plant:
+def _cp_documents_seen(trainer: Trainer) -> Plant:
     visible = context_masks._visible
 
     def blind(rows: Any, place: int, source: int, view: Any, document_ids: Any, *rest: Any) -> Tensor:

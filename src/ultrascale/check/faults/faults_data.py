@@ -46,25 +46,25 @@ def _all_reduce(change: Callable[[Tensor], Any], *, skips: bool) -> Plant:
 
 
 @contextmanager
-def missing_reduce(trainer: Trainer) -> Iterator[None]:
+def _missing_reduce(trainer: Trainer) -> Iterator[None]:
     with _all_reduce(lambda tensor: None, skips=True), patch.object(DirectReduceScatter, "__call__", _scattered_alone):
         yield
 
 
-def missing_scatter(trainer: Trainer) -> Plant:
+def _missing_scatter(trainer: Trainer) -> Plant:
     return patch.object(DirectReduceScatter, "__call__", _scattered_alone)
 
 
-def missing_replicas(trainer: Trainer) -> Plant:
+def _missing_replicas(trainer: Trainer) -> Plant:
     return _all_reduce(lambda tensor: None, skips=True)
 
 
-def reduced_twice(trainer: Trainer) -> Plant:
+def _reduced_twice(trainer: Trainer) -> Plant:
     ranks = trainer.run.layout.group("replicate")[0]
     return _all_reduce(lambda tensor: tensor.mul_(ranks), skips=False)
 
 
-def averaged(trainer: Trainer) -> Plant:
+def _averaged(trainer: Trainer) -> Plant:
     finish, ranks = trainer.share.finish_gradients, trainer.run.layout.dp * trainer.run.layout.cp
 
     def divided() -> None:
@@ -76,7 +76,7 @@ def averaged(trainer: Trainer) -> Plant:
     return patch.object(trainer.share, "finish_gradients", divided)
 
 
-def accumulation_reset(trainer: Trainer) -> Plant:
+def _accumulation_reset(trainer: Trainer) -> Plant:
     on_action = trainer.passes.on_action
 
     def forget(action: Action) -> None:
@@ -98,7 +98,7 @@ def _forget(stage: Any) -> None:
                 parameter.unsharded_accumulated_grad = None
 
 
-def moving_average(trainer: Trainer) -> Plant:
+def _moving_average(trainer: Trainer) -> Plant:
     train, count = trainer.passes.train, count_micro_batches(trainer.run)
 
     def scaled(micro_batches: Any, num_targets: int) -> Any:

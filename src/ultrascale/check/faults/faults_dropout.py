@@ -14,7 +14,7 @@ from ultrascale.train.micro_batches import MicroBatch
 from ultrascale.train.trainer import Trainer
 
 
-def dropout_own_places(trainer: Trainer) -> Plant:
+def _dropout_own_places(trainer: Trainer) -> Plant:
     to_device = trainer.to_device
 
     def with_local_places(sequences: Any) -> MicroBatch:
@@ -25,7 +25,7 @@ def dropout_own_places(trainer: Trainer) -> Plant:
     return patch.object(trainer, "to_device", with_local_places)
 
 
-def dropout_same_on_ranks(trainer: Trainer) -> Plant:
+def _dropout_same_on_ranks(trainer: Trainer) -> Plant:
     to_device, layout, dp = trainer.to_device, trainer.run.layout, trainer.share.mesh.coordinates.dp
 
     def first(sequences: Any) -> MicroBatch:
@@ -34,7 +34,7 @@ def dropout_same_on_ranks(trainer: Trainer) -> Plant:
     return patch.object(trainer, "to_device", first)
 
 
-def dropout_drawn_again(trainer: Trainer) -> Plant:
+def _dropout_drawn_again(trainer: Trainer) -> Plant:
     calls, dropped = iter(range(1 << 30)), dropout.dropped
 
     def others(keys: torch.Tensor, site: int, width: int, rate: float) -> torch.Tensor:

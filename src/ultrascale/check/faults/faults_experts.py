@@ -32,21 +32,21 @@ def _after_backward(trainer: Trainer, change: Callable[[Tensor], Any]) -> Plant:
     return patch.object(trainer.share, "finish_gradients", changed)
 
 
-def expert_gradients_doubled(trainer: Trainer) -> Plant:
+def _expert_gradients_doubled(trainer: Trainer) -> Plant:
     return _after_backward(trainer, lambda gradient: gradient.mul_(trainer.run.layout.ep))
 
 
-def expert_gradients_mixed(trainer: Trainer) -> Plant:
+def _expert_gradients_mixed(trainer: Trainer) -> Plant:
     group = trainer.share.mesh.group("ep")
     return _after_backward(trainer, lambda gradient: dist.all_reduce(gradient, group=group))
 
 
-def expert_gradients_averaged(trainer: Trainer) -> Plant:
+def _expert_gradients_averaged(trainer: Trainer) -> Plant:
     # What a rank alone had is gone after the sum; the mean over ranks is as wrong.
     return _after_backward(trainer, lambda gradient: gradient.div_(trainer.run.layout.expert_dp))
 
 
-def router_detached(trainer: Trainer) -> Plant:
+def _router_detached(trainer: Trainer) -> Plant:
     weighted_sum = expert_dispatch.weighted_sum
 
     def detached(rows: Tensor, pairs: Tensor, weights: Tensor) -> Tensor:
@@ -55,12 +55,12 @@ def router_detached(trainer: Trainer) -> Plant:
     return patch.object(expert_dispatch, "weighted_sum", detached)
 
 
-def expert_rows_unsorted(trainer: Trainer) -> Plant:
+def _expert_rows_unsorted(trainer: Trainer) -> Plant:
     return patch.object(expert_dispatch, "put_back", lambda rows, order: rows)
 
 
 @contextmanager
-def expert_bias_everywhere(trainer: Trainer) -> Iterator[None]:
+def _expert_bias_everywhere(trainer: Trainer) -> Iterator[None]:
     modules = [module for stage in trainer.share.stages.values() for module in stage.modules()]
     quiet = [module for module in modules if isinstance(module, GroupedLinear) and not module.adds_bias]
     with torch.no_grad():  # biases begin at zero, where it makes no difference
@@ -74,14 +74,14 @@ def expert_bias_everywhere(trainer: Trainer) -> Iterator[None]:
         module.adds_bias = False
 
 
-def router_counts_overwritten(trainer: Trainer) -> Plant:
+def _router_counts_overwritten(trainer: Trainer) -> Plant:
     def overwrite(statistics: RoutingStatistics, counts: Tensor, auxiliary: Tensor | None) -> None:
         statistics.counts, statistics.auxiliary = counts, auxiliary
 
     return patch.object(RoutingStatistics, "add", overwrite)
 
 
-def router_counts_twice(trainer: Trainer) -> Plant:
+def _router_counts_twice(trainer: Trainer) -> Plant:
     add = RoutingStatistics.add
 
     def twice(statistics: RoutingStatistics, counts: Tensor, auxiliary: Tensor | None) -> None:
@@ -91,7 +91,7 @@ def router_counts_twice(trainer: Trainer) -> Plant:
     return patch.object(RoutingStatistics, "add", twice)
 
 
-def expert_bias_local(trainer: Trainer) -> Plant:
+def _expert_bias_local(trainer: Trainer) -> Plant:
     apply = trainer.apply
 
     def alone(gradients: Any) -> Any:
@@ -101,7 +101,7 @@ def expert_bias_local(trainer: Trainer) -> Plant:
     return patch.object(trainer, "apply", alone)
 
 
-def auxiliary_scale(trainer: Trainer) -> Plant:
+def _auxiliary_scale(trainer: Trainer) -> Plant:
     scale = passes.scale_auxiliary_losses
     ranks = trainer.run.layout.tp * trainer.run.layout.cp
 
@@ -109,7 +109,7 @@ def auxiliary_scale(trainer: Trainer) -> Plant:
 
 
 @contextmanager
-def auxiliary_counts(trainer: Trainer) -> Iterator[None]:
+def _auxiliary_counts(trainer: Trainer) -> Iterator[None]:
     layers = [layer for stage in trainer.share.stages.values() for _, layer in moe_layers(stage)]
     before = [layer.router.sum_counts for layer in layers]
     for layer in layers:

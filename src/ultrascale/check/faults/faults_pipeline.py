@@ -18,7 +18,7 @@ from ultrascale.schedules.actions import Action
 from ultrascale.train.trainer import Trainer
 
 
-def pp_order(trainer: Trainer) -> Plant:
+def _pp_order(trainer: Trainer) -> Plant:
     train = trainer.passes.train
 
     def reordered(micro_batches: Any, num_targets: int) -> Any:
@@ -29,7 +29,7 @@ def pp_order(trainer: Trainer) -> Plant:
     return patch.object(trainer.passes, "train", reordered)
 
 
-def pp_gradient_dropped(trainer: Trainer) -> Plant:
+def _pp_gradient_dropped(trainer: Trainer) -> Plant:
     backward = Passing._backward
 
     def dropping(passing: Passing, part: Action, gradient: Tensor | None) -> Tensor | None:
@@ -39,7 +39,7 @@ def pp_gradient_dropped(trainer: Trainer) -> Plant:
     return patch.object(Passing, "_backward", dropping)
 
 
-def pp_documents(trainer: Trainer) -> Plant:
+def _pp_documents(trainer: Trainer) -> Plant:
     forward = trainer.passes.forward
 
     def blind(batch: Any, *, stage: int = 0, received: Tensor | None = None) -> Tensor:
@@ -49,7 +49,7 @@ def pp_documents(trainer: Trainer) -> Plant:
     return patch.object(trainer.passes, "forward", blind)
 
 
-def pp_tied(trainer: Trainer) -> Plant:
+def _pp_tied(trainer: Trainer) -> Plant:
     return patch.object(Share, "_sum_tied", lambda share: None)
 
 
@@ -64,11 +64,11 @@ def _twice(method: str) -> Plant:
     return patch.object(Share, method, twice)
 
 
-def pp_tied_twice(trainer: Trainer) -> Plant:
+def _pp_tied_twice(trainer: Trainer) -> Plant:
     return _twice("_sum_tied")
 
 
-def pp_tied_updated_twice(trainer: Trainer) -> Plant:
+def _pp_tied_updated_twice(trainer: Trainer) -> Plant:
     update = trainer.update
 
     def twice(norm: float) -> float:
@@ -83,7 +83,7 @@ def pp_tied_updated_twice(trainer: Trainer) -> Plant:
     return patch.object(trainer, "update", twice)
 
 
-def pp_weights_dropped(trainer: Trainer) -> Plant:
+def _pp_weights_dropped(trainer: Trainer) -> Plant:
     make = pipeline_passes.make_gradients
 
     def forgetful(waiting: Waiting) -> None:
@@ -92,15 +92,15 @@ def pp_weights_dropped(trainer: Trainer) -> Plant:
     return patch.object(pipeline_passes, "make_gradients", forgetful)
 
 
-def pp_mirror(trainer: Trainer) -> Plant:
+def _pp_mirror(trainer: Trainer) -> Plant:
     return patch.object(Share, "_sum_mirrors", lambda share: None)
 
 
-def pp_mirror_twice(trainer: Trainer) -> Plant:
+def _pp_mirror_twice(trainer: Trainer) -> Plant:
     return _twice("_sum_mirrors")
 
 
-def pp_mirror_drifts(trainer: Trainer) -> Plant:
+def _pp_mirror_drifts(trainer: Trainer) -> Plant:
     sum_mirrors = Share._sum_mirrors
 
     def leave_mirrors_apart(share: Share) -> None:
@@ -115,5 +115,5 @@ def pp_mirror_drifts(trainer: Trainer) -> Plant:
     return patch.object(Share, "_sum_mirrors", leave_mirrors_apart)
 
 
-def norm_of_mirrors(trainer: Trainer) -> Plant:
+def _norm_of_mirrors(trainer: Trainer) -> Plant:
     return patch.object(Share, "_counts", lambda share, shard: not shard.is_second and not shard.weight_shard.tp_copy)

@@ -16,7 +16,7 @@ from ultrascale.parallel.share import TIED, LocalParameter, Share, local
 from ultrascale.train.trainer import Trainer
 
 
-def mean_of_means(trainer: Trainer) -> Plant:
+def _mean_of_means(trainer: Trainer) -> Plant:
     agree, ranks = trainer.agree_on_targets, trainer.run.layout.dp * trainer.run.layout.cp
 
     def local_target_count(micro_batches: Any) -> int:
@@ -26,7 +26,7 @@ def mean_of_means(trainer: Trainer) -> Plant:
     return patch.object(trainer, "agree_on_targets", local_target_count)
 
 
-def shifted_batch(trainer: Trainer) -> Plant:
+def _shifted_batch(trainer: Trainer) -> Plant:
     read = trainer.read_micro_batches
 
     def shifted(span: StepSpan) -> Any:
@@ -36,7 +36,7 @@ def shifted_batch(trainer: Trainer) -> Plant:
     return patch.object(trainer, "read_micro_batches", shifted)
 
 
-def counted_twice(trainer: Trainer) -> Plant:
+def _counted_twice(trainer: Trainer) -> Plant:
     train = trainer.passes.train
 
     def doubled(*arguments: Any) -> list[Tensor]:
@@ -49,7 +49,7 @@ def counted_twice(trainer: Trainer) -> Plant:
     return patch.object(trainer.passes, "train", doubled)
 
 
-def local_clip(trainer: Trainer) -> Plant:
+def _local_clip(trainer: Trainer) -> Plant:
     update = trainer.update
 
     def clipped(norm: float) -> float:
@@ -65,30 +65,30 @@ def _counting(counts: Callable[[Share, LocalParameter], bool]) -> Plant:
     return patch.object(Share, "_counts", counts)
 
 
-def norm_overcount(trainer: Trainer) -> Plant:
+def _norm_overcount(trainer: Trainer) -> Plant:
     return _counting(lambda share, shard: not shard.is_second)
 
 
-def norm_of_replicas(trainer: Trainer) -> Plant:
+def _norm_of_replicas(trainer: Trainer) -> Plant:
     return _counting(lambda share, shard: not shard.is_second and not shard.weight_shard.tp_copy)
 
 
-def tied_norm_twice(trainer: Trainer) -> Plant:
+def _tied_norm_twice(trainer: Trainer) -> Plant:
     counts = Share._counts
     return _counting(lambda share, shard: counts(share, shard._replace(is_second=False)))
 
 
-def norm_without_experts(trainer: Trainer) -> Plant:
+def _norm_without_experts(trainer: Trainer) -> Plant:
     counts = Share._counts
     return _counting(lambda share, shard: counts(share, shard) and not shard.weight.is_expert)
 
 
-def norm_without_sinks(trainer: Trainer) -> Plant:
+def _norm_without_sinks(trainer: Trainer) -> Plant:
     counts = Share._counts
     return _counting(lambda share, shard: counts(share, shard) and not shard.name.endswith("sinks"))
 
 
-def initial_weights(trainer: Trainer) -> Plant:
+def _initial_weights(trainer: Trainer) -> Plant:
     shard = next(shard for shard in trainer.share.local_parameters if shard.name.endswith("_proj.weight"))
     if trainer.ranks.rank == trainer.ranks.world - 1:
         with torch.no_grad():
@@ -96,7 +96,7 @@ def initial_weights(trainer: Trainer) -> Plant:
     return nullcontext()
 
 
-def stale_copy(trainer: Trainer) -> Plant:
+def _stale_copy(trainer: Trainer) -> Plant:
     compute, previous = trainer.compute_gradients, [_values(trainer)]
 
     def stale() -> Any:
@@ -110,7 +110,7 @@ def stale_copy(trainer: Trainer) -> Plant:
     return patch.object(trainer, "compute_gradients", stale)
 
 
-def drifting_replica(trainer: Trainer) -> Plant:
+def _drifting_replica(trainer: Trainer) -> Plant:
     update = trainer.update
 
     def rounded(norm: float) -> float:
@@ -124,7 +124,7 @@ def drifting_replica(trainer: Trainer) -> Plant:
 
 
 @contextmanager
-def decayed_norms(trainer: Trainer) -> Iterator[None]:
+def _decayed_norms(trainer: Trainer) -> Iterator[None]:
     groups = trainer.optimizer.param_groups
     before = [group["weight_decay"] for group in groups]
     for group in groups:
@@ -134,7 +134,7 @@ def decayed_norms(trainer: Trainer) -> Iterator[None]:
         group["weight_decay"] = decay
 
 
-def step_forgotten(trainer: Trainer) -> Plant:
+def _step_forgotten(trainer: Trainer) -> Plant:
     update = trainer.update
 
     def forgetful(norm: float) -> float:

@@ -35,7 +35,7 @@ def _local_slice(whole: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor
     return lambda: whole[:, first : first + length].contiguous()
 
 
-def tp_sum_missing(trainer: Trainer) -> Plant:
+def _tp_sum_missing(trainer: Trainer) -> Plant:
     class Alone(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, out: Tensor, local_out: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ def tp_sum_missing(trainer: Trainer) -> Plant:
     return _refilled(trainer, alone)
 
 
-def tp_input_gradient(trainer: Trainer) -> Plant:
+def _tp_input_gradient(trainer: Trainer) -> Plant:
     backward = tensor_ops._ColumnLinear.backward
 
     def alone(ctx: Any, *grads: Tensor) -> Any:
@@ -70,7 +70,7 @@ def tp_input_gradient(trainer: Trainer) -> Plant:
     return patch.object(tensor_ops._ColumnLinear, "backward", staticmethod(alone))
 
 
-def tp_input_gradient_twice(trainer: Trainer) -> Plant:
+def _tp_input_gradient_twice(trainer: Trainer) -> Plant:
     backward, ranks = tensor_ops._ColumnLinear.backward, trainer.run.layout.tp
 
     def doubled(ctx: Any, *grads: Tensor) -> Any:
@@ -81,7 +81,7 @@ def tp_input_gradient_twice(trainer: Trainer) -> Plant:
     return patch.object(tensor_ops._ColumnLinear, "backward", staticmethod(doubled))
 
 
-def tp_bias_everywhere(trainer: Trainer) -> Plant:
+def _tp_bias_everywhere(trainer: Trainer) -> Plant:
     def heavy(row_linear: Callable[..., Tensor]) -> Callable[..., Tensor]:
         extra = trainer.run.layout.tp - 1
 
@@ -98,7 +98,7 @@ def tp_bias_everywhere(trainer: Trainer) -> Plant:
     return _refilled(trainer, heavy)
 
 
-def tp_vocabulary_offset(trainer: Trainer) -> Plant:
+def _tp_vocabulary_offset(trainer: Trainer) -> Plant:
     def shifted(length: int, parts: int, part: int) -> tuple[int, int]:
         first, size = even_part(length, parts, part)
         return first + min(part, 1), size
@@ -106,7 +106,7 @@ def tp_vocabulary_offset(trainer: Trainer) -> Plant:
     return patch.object(tensor_loss, "even_part", shifted)
 
 
-def tp_normaliser(trainer: Trainer) -> Plant:
+def _tp_normaliser(trainer: Trainer) -> Plant:
     join, extra = tensor_loss._join, torch.tensor(float(trainer.run.layout.tp)).log().double()
 
     def high(ranks: Tensor) -> tuple[Tensor, Tensor]:
@@ -116,7 +116,7 @@ def tp_normaliser(trainer: Trainer) -> Plant:
     return patch.object(tensor_loss, "_join", high)
 
 
-def tp_copies(trainer: Trainer) -> Plant:
+def _tp_copies(trainer: Trainer) -> Plant:
     return patch.object(Share, "_sum_copies", lambda share: None)
 
 
@@ -130,7 +130,7 @@ def _weight_shards(share: Share, is_partial: Callable[[LocalParameter], bool]) -
 
 
 @contextmanager
-def tp_copies_twice(trainer: Trainer) -> Iterator[None]:
+def _tp_copies_twice(trainer: Trainer) -> Iterator[None]:
     share, mesh, tp = trainer.share, trainer.share.mesh, trainer.run.layout.tp
     known, whole = mesh.neighbours, mesh.group("tp")  # a right run has no group of copies here
     with (
@@ -140,12 +140,12 @@ def tp_copies_twice(trainer: Trainer) -> Iterator[None]:
         yield
 
 
-def tp_key_heads(trainer: Trainer) -> Plant:
+def _tp_key_heads(trainer: Trainer) -> Plant:
     heads = ("k_proj.weight", "v_proj.weight")
     return _weight_shards(trainer.share, lambda shard: shard.weight_shard.is_partial and not shard.name.endswith(heads))
 
 
-def tp_shared_key(trainer: Trainer) -> Plant:
+def _tp_shared_key(trainer: Trainer) -> Plant:
     def alone(ctx: Any, *grads: Tensor) -> Any:
         group = tensor_ops.group_named(ctx.group)
         return None, None, _local_slice(grads[0], group)() if ctx.length else grads[0]
@@ -154,7 +154,7 @@ def tp_shared_key(trainer: Trainer) -> Plant:
 
 
 @contextmanager
-def tp_positions(trainer: Trainer) -> Iterator[None]:
+def _tp_positions(trainer: Trainer) -> Iterator[None]:
     group = trainer.share.mesh.group("tp")
     assert group is not None
 
