@@ -188,9 +188,9 @@ class _Check:
             self.refuse(what, sorted(value) if isinstance(value, dict) else value, f"an object with keys {sorted(keys)}")
         return [value[key] for key in keys]
 
-    def integer(self, value: Any, what: str, low: int = 0, high: int = 2**63 - 1) -> int:
-        if type(value) is not int or not low <= value <= high:
-            self.refuse(what, value, f"an integer from {low} to {high}")
+    def integer(self, value: Any, what: str, low: int = 0) -> int:
+        if type(value) is not int or not low <= value < 2**63:
+            self.refuse(what, value, f"an integer from {low} to {2**63 - 1}")
         return value
 
     def text(self, value: Any, what: str, pattern: re.Pattern[str]) -> str:

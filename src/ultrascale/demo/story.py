@@ -400,7 +400,7 @@ HEIGHT = 9
 BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
-def loss_curve(losses: Sequence[float], *, width: int, marks: Sequence[tuple[int, str]] = ()) -> str:
+def loss_curve(losses: Sequence[float], *, width: int, marks: Sequence[tuple[int, str]]) -> str:
     """A text curve of `losses` by step, at most `width` columns wide, with a line below that names the step of each mark.
 
     Each column is the mean of its steps; the axis starts at the lowest loss, so that the drop is visible.

@@ -125,14 +125,14 @@ def _draw_smoothed(axes: Any, rows: Sequence[Mapping[str, Any]], key: str, label
     return steps
 
 
-def smoothed(values: Sequence[float], share: float = 0.02) -> list[float]:
-    """Moving average of finite values: each with `share` of all values on either side (at least one neighbour). NaN where there
+def smoothed(values: Sequence[float]) -> list[float]:
+    """Moving average of finite values: each with 2% of all values on either side (at least one neighbour). NaN where there
     are none. The time is linear in `values`, of which a run of weeks has a million.
 
     Values are cut into blocks of a window's width: a window is the end of one block and the beginning of the next, whose sums
     hold no value from outside it. A difference of two sums would lose every value smaller than the rounding of a large one.
     """
-    reach, count = max(1, round(share * len(values))), len(values)
+    reach, count = max(1, round(0.02 * len(values))), len(values)
     width = 2 * reach + 1
     scale = 0.5 ** width.bit_length()  # no sum of a window overflows
     finite = [value * scale if isfinite(value) else 0.0 for value in values]

@@ -165,7 +165,7 @@ def _expect_any(names: Collection[str], word: str, known: Iterable[str], what: s
         raise mistake(f"show {what}", f"no name contains {word!r}", remedy)
 
 
-def models_catalogue(word: str = "", *, as_json: bool) -> None:
+def models_catalogue(word: str, *, as_json: bool) -> None:
     """Print every preset whose name, or other name, contains `word`: its shape and its number of parameters."""
     from ultrascale.catalogue.models.model_presets import ALIASES, PRESETS
     from ultrascale.config.rules.trainable import untrainable_model
@@ -206,7 +206,7 @@ def _counts(model: Any) -> dict[str, int | bool]:
     }  # fmt: skip
 
 
-def clusters_catalogue(word: str = "", *, as_json: bool, sources: bool) -> None:
+def clusters_catalogue(word: str, *, as_json: bool, sources: bool) -> None:
     """Print every accelerator and node whose name contains `word`, and the nodes of those accelerators; with `sources`, the
     source of each number."""
     from ultrascale.catalogue.machines import ACCELERATORS, NODES, USUAL_NODE, this_machine
