@@ -80,7 +80,7 @@ def collect(folder: Path, *, read_all: bool) -> list[Summary]:
     summaries: list[Summary] = []
     with waiting("reading checkpoints") as report_progress:
         from ultrascale.checkpoint.listing import find_checkpoints, summarize
-        from ultrascale.checkpoint.stored import stored_checkpoints, summarize_stored
+        from ultrascale.checkpoint.stored.fetch import stored_checkpoints, summarize_stored
 
         store = store_of(folder)
         total = len(find_checkpoints(folder) if store is None else stored_checkpoints(store))

@@ -315,7 +315,7 @@ class Recorder(Storages):
                 return first
             return self._run(func, args, options)
         if func._overloadpacket in FLOPS:
-            self._add_flops(func, FLOPS[func._overloadpacket](args, options, first))
+            self._add_flops(func, FLOPS[func._overloadpacket](*args, **options, out_val=first))
         return first if func._schema.returns else None
 
     def _make(self, func: Any, args: Any, options: Any) -> Any:
@@ -424,7 +424,7 @@ class Recorder(Storages):
 
     def _flops(self, func: Any, args: Any, options: Any, result: Any) -> int:
         formula = FLOPS.get(func._overloadpacket)
-        return 0 if formula is None else formula(args, options, result)
+        return 0 if formula is None else formula(*args, **options, out_val=result)
 
     def _add_flops(self, func: Any, flops: int) -> None:
         self.trace.flops[self._step, func._schema.name.rpartition("::")[2], self._pass()] += flops * self.times
