@@ -7,6 +7,7 @@ the input, for which the previous stage waits, and those of the weights, for whi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
 from functools import lru_cache
 from typing import NamedTuple
@@ -82,6 +83,11 @@ def input_gradient(stage: int, micro_batch: int) -> Action:
 def weight_gradient(stage: int, micro_batch: int) -> Action:
     """W: the gradients of the stage's weights."""
     return Action(Kind.WEIGHT_GRADIENT, micro_batch, stage)
+
+
+def splits_backward(*rows: Sequence[Action]) -> bool:
+    """True if backward passes in these actions of ranks are in halves, I and W."""
+    return any(part.kind is Kind.INPUT_GRADIENT for row in rows for action in row for part in action.parts)
 
 
 def overlapped(ahead: Action, back: Action) -> Action:

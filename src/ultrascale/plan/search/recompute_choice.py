@@ -36,7 +36,7 @@ from ultrascale.plan.pipeline.pipeline_activations import rank_in_flight
 from ultrascale.plan.report import RunPlan, device_of, has_rates, live_room, plan_run, workload_of
 from ultrascale.plan.time.recompute_prices import forward_seconds
 from ultrascale.plan.workload import Workload
-from ultrascale.schedules.actions import Kind
+from ultrascale.schedules.actions import splits_backward
 from ultrascale.schedules.build import build_schedule
 from ultrascale.work.ops import Op, Shape
 from ultrascale.work.recompute import recompute_of_mode, recomputed_ops, regions
@@ -268,9 +268,8 @@ def _blocks_of_rank(workload: Workload, layout: Layout, pp: int) -> tuple[list[i
     count = num_micro_batches(layout, workload.sequences_per_batch)
     actions = build_schedule(layout.schedule, layout.pp, count, layout.virtual_stages)[pp]
     flight = rank_in_flight(actions).by_stage
-    splits = any(part.kind is Kind.INPUT_GRADIENT for action in actions for part in action.parts)
     pairs = [(layer, flight[number]) for number, part in parts.items() for layer in part.layers]
-    return [layer for layer, _ in pairs], [weight for _, weight in pairs], splits
+    return [layer for layer, _ in pairs], [weight for _, weight in pairs], splits_backward(actions)
 
 
 def _kind(workload: Workload, layer: int) -> tuple[bool, int | None]:

@@ -231,10 +231,7 @@ class RunFolder:
 
     def read_json(self, name: str) -> Any:
         """A JSON file of the folder; None if it is missing or damaged."""
-        try:
-            return json.loads((self.path / name).read_text())
-        except (OSError, ValueError, RecursionError):
-            return None
+        return read_json(self.path / name)
 
     def append(self, name: str, line: str) -> None:
         """Append a line to a file of the folder, on a new line even if a crash truncated the last one."""
@@ -296,6 +293,14 @@ class RunFolder:
         name = next(name for name in names if not (self.path / name).exists())
         self.write_text(name, self.metrics.read_text(errors="replace"))
         return name
+
+
+def read_json(path: Path) -> Any:
+    """Value of a JSON file; None if it is missing or damaged."""
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError):
+        return None
 
 
 VERSIONS = ("ultrascale", "python", "torch", "cuda", "device")
