@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -54,25 +55,14 @@ def pretended_rank(rank: int, world: int, kind: Kind) -> Iterator[tuple[Ranks, S
         warnings.simplefilter("ignore", FutureWarning)  # torch's, of names that older versions have alone
         undo.enter_context(meta_stands_for(kind))
         for owner, name, value in _replacements(kind, streams):
-            undo.enter_context(replaced(owner, name, value))
+            undo.enter_context(patch.object(owner, name, value))
         group = None
         if world > 1:
-            undo.enter_context(replaced(sys, "excepthook", sys.excepthook))  # torch's begins each line with [rank1]
+            undo.enter_context(patch.object(sys, "excepthook", sys.excepthook))  # torch's begins each line with [rank1]
             _join(rank, world)
             undo.callback(dist.destroy_process_group)
             group = dist.group.WORLD
         yield Ranks(rank, world, META, group), streams
-
-
-@contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Context in which `owner.name` is `value`. Raises AttributeError if it has no such attribute."""
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
 
 
 def forget_meshes() -> None:
