@@ -99,7 +99,7 @@ def event_of(row: object) -> Event | None:
         _is_seconds(when)
         and (monotonic is None or _is_seconds(monotonic))
         and all(isinstance(text, str) for text in (cause, node, boot))
-        and all(number is None or _is_count(number) for number in numbers)
+        and all(number is None or (type(number) is int and 0 <= number <= MOST_STEPS) for number in numbers)
         and all(row.get(key) is not None for key in NEEDED[kind])
     )
     if when is None or not good:
@@ -110,10 +110,6 @@ def event_of(row: object) -> Event | None:
 
 def _is_seconds(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MOST_SECONDS and isfinite(value)
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST_STEPS
 
 
 @cache

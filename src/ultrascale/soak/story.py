@@ -267,8 +267,10 @@ def strikes_of(
     strikes = []
     for (fault, when), end in zip(struck, ends, strict=True):
         after = [event for event in events if event["time"] >= when]
-        if over is not None and fault.number in over and not _has_failed(after, over[fault.number]):
-            strikes.append(_gone_over(fault, when, over[fault.number], after))
+        gone = (over or {}).get(fault.number)
+        failed = (e for e in after if e["event"] in ("failure", "rewind", "start") and e["time"] < (gone or 0.0))
+        if gone is not None and not any(failed):
+            strikes.append(_gone_over(fault, when, gone, after))
             continue
         answers = [e for e in after if e["event"] in ("failure", "stop", "rewind", "start") and e["time"] < end]
         if not answers and end < float("inf"):
@@ -287,10 +289,6 @@ def strikes_of(
             )
         )  # fmt: skip
     return strikes
-
-
-def _has_failed(after: list[dict[str, Any]], until: float) -> bool:
-    return any(event["event"] in ("failure", "rewind", "start") and event["time"] < until for event in after)
 
 
 def _gone_over(fault: Planted, when: float, until: float, after: list[dict[str, Any]]) -> Strike:

@@ -83,7 +83,7 @@ class TopRow(NamedTuple):
 def waterfall(events: RankEvents) -> Waterfall:
     """Waterfall of the time between the first step's start and the last one's end."""
     host, windows = _Host(events), _windows(events.steps)
-    busy, window = _busy(events.kernels, host), _window(events)
+    busy, window = _busy(events.kernels, host), (events.steps[0].start, events.steps[-1].end)
     pieces = _on_device(busy, host, window) if busy else partition(window, [host.doing()], rest=HOST)
     steps = tuple(sums(clipped(pieces, step)) for step in windows)
     return Waterfall(steps, tuple(pieces), _communication(busy, window))
@@ -102,10 +102,6 @@ def _windows(steps: Sequence[TimeSpan]) -> list[tuple[float, float]]:
     """Start and end of every step; a step ends where the next starts, so that time between them counts."""
     ends = [*(step.start for step in steps[1:]), steps[-1].end]
     return [(step.start, end) for step, end in zip(steps, ends, strict=True)]
-
-
-def _window(events: RankEvents) -> tuple[float, float]:
-    return events.steps[0].start, events.steps[-1].end
 
 
 class _Host:

@@ -189,19 +189,13 @@ def _attention_on_cuda(
     scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
     if query.dtype == torch.float64:
-        return _attention_in_products(query, key, value, attn_mask, is_causal, scale)
+        return _aten._scaled_dot_product_attention_math(query, key, value, attn_mask, 0.0, is_causal, scale=scale)[0]
     one_width = query.shape[-1] == value.shape[-1]
     if attn_mask is None and one_width and query.dtype in (torch.bfloat16, torch.float16):
         return _aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
     bias = None if attn_mask is None else attn_mask.expand(*query.shape[:3], key.shape[2])
     needs = torch.is_grad_enabled() and query.requires_grad
     return _aten._scaled_dot_product_efficient_attention(query, key, value, bias, needs, dropout_p, is_causal, scale=scale)[0]
-
-
-def _attention_in_products(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None
-) -> Tensor:
-    return _aten._scaled_dot_product_attention_math(query, key, value, mask, 0.0, is_causal, scale=scale)[0]
 
 
 _attention_of: dict[Kind, Callable[..., Tensor]] = {"cpu": _attention_on_cpu, "cuda": _attention_on_cuda}

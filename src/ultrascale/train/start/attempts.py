@@ -49,7 +49,8 @@ MOST_NAMED = 2
 def attempt(folder: RunFolder, ranks: Ranks, signs: Signs) -> Iterator[None]:
     """Context in which ranks train that no launcher of ours watches. On entry, records in the events how the previous attempts
     ended, if they did not end in order. Collective; rank 0 owns the folder."""
-    nodes = ranks.gather_json(_here(signs))
+    here = {"node": socket.gethostname(), "folder": signs.folder.name} if signs.leads and signs.folder else None
+    nodes = ranks.gather_json(here)
     before = ranks.gather_json(_before(folder) if ranks.is_first else None)[0]
     gathered = ranks.gather_json(_local_reports(before) if signs.leads else [])
     again = any(int(text) > 0 for text in ranks.gather_text(os.environ.get(RESTARTS, "0")))  # each agent counts its own
@@ -139,10 +140,6 @@ def _blame(ranks: dict[int, dict[str, Any]], before: dict[str, Any]) -> tuple[in
     if silent:
         return None, f"{names(silent)} ended without a word"
     return None, "; ".join(missed[:MOST_NAMED]) or "the ranks ended without a word"
-
-
-def _here(signs: Signs) -> dict[str, str] | None:
-    return {"node": socket.gethostname(), "folder": signs.folder.name} if signs.leads and signs.folder else None
 
 
 def _before(folder: RunFolder) -> dict[str, Any] | None:
