@@ -274,7 +274,6 @@ class StreamedShard(Shard):
         content = index.read_bytes()
         if hashlib.sha256(content).hexdigest() != record.idx_sha256:
             raise DataError(store.where(index.name), "has another checksum than the manifest says", _COPY)
-        self._cache = cache
         super().__init__(folder / record.name)
         size = self._bin_size()
         self.bin_path, self.idx_path = (StoredPath(store.where(f"{record.name}{end}")) for end in (".bin", ".idx"))
