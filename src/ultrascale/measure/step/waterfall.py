@@ -116,7 +116,7 @@ class _Host:
         }
         phases = [span for span in events.ranges[events.main_thread] if span.name.startswith(PHASE)]
         self._phases = Timeline(innermost(phases))
-        self.attention_links = frozenset(self._links_inside(CORE))
+        self.attention_links = frozenset(self._links_inside_core())
 
     def phase(self, when: float) -> str:
         """Name of the trainer's phase at `when`; empty outside of all phases."""
@@ -144,10 +144,10 @@ class _Host:
         middle = (segment.start + segment.end) / 2
         return computing(segment.stack, self.phase(middle), self.attention_links)
 
-    def _links_inside(self, name: str) -> Iterator[int]:
+    def _links_inside_core(self) -> Iterator[int]:
         for timeline in self.timelines.values():
             for _, _, stack in timeline.segments:
-                inside = dropwhile(lambda span: span.name != name, stack)
+                inside = dropwhile(lambda span: span.name != CORE, stack)
                 yield from (span.link for span in inside if span.link is not None)
 
 
