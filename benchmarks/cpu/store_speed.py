@@ -35,8 +35,9 @@ import torch
 from s3_server import BUCKET, environment, s3_server
 
 from ultrascale import checkpoint
-from ultrascale.checkpoint.stored import Index, fetch, publish_stored, upload_files, verify_stored
-from ultrascale.checkpoint.stored.publish import files_of
+from ultrascale.checkpoint.stored.fetch import fetch, verify_stored
+from ultrascale.checkpoint.stored.index import Index
+from ultrascale.checkpoint.stored.publish import files_of, publish_stored, upload_files
 from ultrascale.storage import Store, open_store
 from ultrascale.storage.parts import PART_BYTES, STREAMS
 

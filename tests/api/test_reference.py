@@ -60,8 +60,8 @@ def test_rules_are_printed_from_the_tables_that_check_them(capsys):
 
 
 NOT_THERE = [
-    (["keys", "qqq"], "has none with 'qqq'"), (["rules", "qqq"], "has none with 'qqq'"), (["keys", "a", "b"], "by one word"),
-    (["schema", "plam"], "Did you mean plan"), (["schema", "a", "b"], "one at a time"),
+    (["keys", "qqq"], "has none with 'qqq'"), (["rules", "qqq"], "has none with 'qqq'"), (["keys", "a", "b"], "one word more"),
+    (["schema", "plam"], "Did you mean plan"), (["schema", "a", "b"], "one word more"),
 ]  # fmt: skip
 
 

@@ -112,4 +112,4 @@ def test_every_json_that_a_verb_prints_is_stamped():
         unnamed = [ast.unparse(node.args[0]) for node in printed if len(node.args) == 1]
         some = [text for text in unnamed if "stamped(" not in text and ".to_dict()" not in text]
         bare |= {path.name: some} if len(some) > NOT_DOCUMENTS.get(path.name, 0) else {}
-    assert bare == {"show_stacks.py": ["documents[name[0]] if name else documents"]}
+    assert bare == {"show_stacks.py": ["documents[name] if name else documents"]}

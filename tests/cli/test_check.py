@@ -13,7 +13,7 @@ from api.validator import mistakes
 from write_schemas import schema_of
 
 from ultrascale.check import matrix, prove
-from ultrascale.check.faults.plants import PLANTS
+from ultrascale.check.faults.all_faults import PLANTS
 from ultrascale.check.faults.table import FAULTS
 from ultrascale.check.prove import Case
 from ultrascale.cli.check import _ProofProgress

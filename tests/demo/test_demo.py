@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from ultrascale.check.faults.plants import PLANTS
+from ultrascale.check.faults.all_faults import PLANTS
 from ultrascale.cli.main import main
 from ultrascale.cli.start.demo import command
 from ultrascale.config.resolve import resolve
@@ -310,7 +310,7 @@ def test_without_transformers_its_claim_is_skipped_and_says_what_to_install(in_t
 def test_without_matplotlib_the_plots_are_skipped_and_say_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     demo = Demo(Path("demo"), screen())
-    story._plots(demo, [], {}, 6.2)
+    story._plots(demo, 6.2)
     assert demo.claims[0].verdict == "skipped"
     assert "pip install matplotlib" in printed(demo.screen)
 

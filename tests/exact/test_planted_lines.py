@@ -19,7 +19,7 @@ from torch import Tensor
 from ultrascale.catalogue.models.model_presets import PRESETS
 from ultrascale.check.cases import cases
 from ultrascale.check.compare import Verdict
-from ultrascale.check.faults.plants import PLANTS
+from ultrascale.check.faults.all_faults import PLANTS
 from ultrascale.check.prove import Case, prove_all, shrink_model
 from ultrascale.description.architecture.model import Model
 from ultrascale.description.layout import Layout

@@ -14,6 +14,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from drawn import initial_value
 from fuzz.confined import HUGE, LONGEST_REFUSAL, Figures, changed, command, commanded, damaged
 from hypothesis import strategies as st
 from train.small_runs import make_corpus, small_run
@@ -38,7 +39,6 @@ from ultrascale.description.architecture.huggingface import to_hf
 from ultrascale.description.architecture.weights import weights
 from ultrascale.description.run import Batch
 from ultrascale.models.files.huggingface import export_folder
-from ultrascale.models.initialise import initial_value
 from ultrascale.schedules.build import build_schedule
 from ultrascale.schedules.kinds.custom import to_csv
 from ultrascale.sweep.cells import NEEDED

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import zstandard
+from drawn import initial_value
 from fuzz.confined import HUGE, changed, confined, damaged, examples, read_confined, sound
 from hypothesis import given
 from train.small_runs import MODEL, make_corpus
@@ -30,7 +31,6 @@ from ultrascale.description.architecture.weights import weights
 from ultrascale.description.run import Source
 from ultrascale.models.files.huggingface import export_folder, import_folder
 from ultrascale.models.files.tokenizer_files import special_tokens
-from ultrascale.models.initialise import initial_value
 
 pytestmark = pytest.mark.draws
 LINES = b"".join(json.dumps({"text": f"line {n} \u00e9\u2028", "id": n}).encode() + b"\n" for n in range(20))

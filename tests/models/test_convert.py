@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from api.validator import wrong
+from drawn import initial_value
 
 from ultrascale.catalogue.models.model_presets import PRESETS
 from ultrascale.cli.main import main
@@ -22,7 +23,6 @@ from ultrascale.description.problems import SpecError
 from ultrascale.models.files import unpickle
 from ultrascale.models.files.convert import convert
 from ultrascale.models.files.huggingface import export_folder, import_folder
-from ultrascale.models.initialise import initial_value
 
 MODEL = PRESETS["tiny-llama"]
 

@@ -2,6 +2,7 @@ import multiprocessing
 
 import pytest
 import torch
+from drawn import initial_value
 from models.families import FAMILIES, LLAMA
 from operations import Operations
 from torch.distributed.tensor import DTensor
@@ -9,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from ultrascale.description.architecture.model import Model
 from ultrascale.description.architecture.weights import Weight, weights
 from ultrascale.models.decoder import Decoder
-from ultrascale.models.initialise import TILE, initial_value, initialise, weight_seed
+from ultrascale.models.initialise import TILE, initialise, weight_seed
 from ultrascale.work.sharding.places import WeightShard
 
 

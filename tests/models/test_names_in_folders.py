@@ -6,6 +6,7 @@ from shutil import copytree
 
 import pytest
 import torch
+from drawn import initial_value
 from safetensors.torch import load_file
 
 from ultrascale.catalogue.models.model_presets import PRESETS
@@ -15,7 +16,6 @@ from ultrascale.description.architecture.weights import weights
 from ultrascale.description.problems import SpecError
 from ultrascale.models.files.convert import PICKLE_INDEX, convert
 from ultrascale.models.files.huggingface import INDEX_FILE, export_folder, import_folder
-from ultrascale.models.initialise import initial_value
 from ultrascale.train.start.trained import open_trained
 
 MODEL = PRESETS["tiny-llama"]

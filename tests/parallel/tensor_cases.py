@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from drawn import initial_value
 from torch import Tensor, nn
 
 from ultrascale.description.architecture.model import Model
@@ -15,7 +16,6 @@ from ultrascale.description.architecture.weights import weights
 from ultrascale.description.layout import Layout
 from ultrascale.kernels.fp8.fp8_matrices import Scaling
 from ultrascale.models.decoder import Decoder
-from ultrascale.models.initialise import initial_value
 from ultrascale.parallel.activations.recompute import apply_recompute
 from ultrascale.parallel.precision.fp8_products import apply_fp8
 from ultrascale.parallel.tensor.tensor_parallel import apply_tensor_parallel

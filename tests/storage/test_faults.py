@@ -27,17 +27,16 @@ from s3_server import BUCKET, Answer, Proxy, Request, proxied, reached_at
 from ultrascale import checkpoint
 from ultrascale.checkpoint import CheckpointError
 from ultrascale.checkpoint.disk.files import read_manifest
-from ultrascale.checkpoint.stored import (
+from ultrascale.checkpoint.stored.fetch import fetch, stored_checkpoints, summarize_stored
+from ultrascale.checkpoint.stored.index import NEWEST, Index, key_of
+from ultrascale.checkpoint.stored.publish import (
     collect_leftovers,
-    fetch,
+    files_of,
     prune_stored,
     publish_stored,
-    stored_checkpoints,
-    summarize_stored,
+    published_version,
     upload_files,
 )
-from ultrascale.checkpoint.stored.index import NEWEST, Index, key_of
-from ultrascale.checkpoint.stored.publish import files_of, published_version
 from ultrascale.failpoints import VARIABLE
 from ultrascale.storage import DamagedError, StorageError, Store, open_store
 from ultrascale.storage.store import READS

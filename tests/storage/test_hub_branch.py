@@ -22,8 +22,8 @@ from train.small_runs import same, stop_at, train_here, train_ranks
 
 from ultrascale import checkpoint
 from ultrascale.checkpoint.disk.files import read_manifest
-from ultrascale.checkpoint.stored import publish_stored, stored_checkpoints, upload_files
-from ultrascale.checkpoint.stored.publish import files_of
+from ultrascale.checkpoint.stored.fetch import stored_checkpoints
+from ultrascale.checkpoint.stored.publish import files_of, publish_stored, upload_files
 from ultrascale.description.layout import Layout
 from ultrascale.description.run import Optimizer
 from ultrascale.storage import ConflictError, StorageError, Store, hub, hub_branch, open_store

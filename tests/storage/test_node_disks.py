@@ -30,7 +30,8 @@ from ultrascale import checkpoint
 from ultrascale.checkpoint import Slice, saving
 from ultrascale.checkpoint.disk.nodes import NodeDisks, shards_to_bring
 from ultrascale.checkpoint.listing import expect_readable, newest_listed, summarize
-from ultrascale.checkpoint.stored import fetch, saves_on, stored_checkpoints, verify_stored
+from ultrascale.checkpoint.stored.fetch import fetch, stored_checkpoints, verify_stored
+from ultrascale.checkpoint.stored.unfinished import saves_on
 from ultrascale.description.layout import Layout
 from ultrascale.description.problems import SpecError
 from ultrascale.description.run import Faults, Run

@@ -14,7 +14,7 @@ from s3_server import Answer, Proxy
 from train.small_runs import curve, make_corpus, same, small_run, state, stop_at, train_here
 
 from ultrascale.checkpoint import CheckpointError
-from ultrascale.checkpoint.stored import stored_checkpoints, verify_stored
+from ultrascale.checkpoint.stored.fetch import stored_checkpoints, verify_stored
 from ultrascale.description.problems import SpecError
 from ultrascale.description.run import Run
 from ultrascale.storage import open_store

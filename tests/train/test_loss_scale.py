@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from train.small_runs import MODEL, at_step, rows, same, small_run, state, stop_at, train_here, train_in_turn, train_ranks
 from train.test_resume_layouts import EXPERTS
 
-from ultrascale.check.faults.plants import PLANTS
+from ultrascale.check.faults.all_faults import PLANTS
 from ultrascale.check.oracle.documents import RandomDocuments
 from ultrascale.check.prove import Case, prove_all
 from ultrascale.check.small import provable

@@ -55,7 +55,7 @@ class VerbRequest(Generic[T]):
 
 
 def read_keywords(
-    kind: type[T], verb: str, keywords: Mapping[str, Any], *, positional: tuple[str, ...] = (),
+    kind: type[T], verb: str, keywords: Mapping[str, Any], *, positional: tuple[str, ...],
     short: Mapping[str, str] = MappingProxyType({}), run_settings: bool = True,
 ) -> VerbRequest[T]:  # fmt: skip
     """Read `keywords` as options of `kind` and further settings; None counts as not given. `positional`: options without a

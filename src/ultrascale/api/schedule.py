@@ -316,7 +316,7 @@ def _key(word: str) -> str:
     return word.partition("=")[0].removeprefix("--").replace("-", "_")
 
 
-def play_all(options: ScheduleOptions, settings: Sequence[str] = ()) -> Schedules:
+def play_all(options: ScheduleOptions, settings: Sequence[str]) -> Schedules:
     """Simulate every schedule that such a pipeline can have. Raises SpecError for a name, settings of a run, or a file to
     write."""
     from ultrascale.plan.pipeline.play import program_of

@@ -76,7 +76,10 @@ def differences(step: int, observed: StepFacts, expected: StepFacts) -> Iterator
     for quantity, observed_by_name, expected_by_name in (
         ("gradient", observed.gradients, expected.gradients),
         ("weight", observed.weights, expected.weights),
-        *(("moment", observed.moments, _of_kind(moment, expected.moments)) for moment in MOMENTS),
+        *(
+            ("moment", observed.moments, {name: m for name, m in expected.moments.items() if name.startswith(f"{moment}.")})
+            for moment in MOMENTS
+        ),
     ):
         floor = SMALLEST_SHARE[quantity] * sqrt(sum(float(tensor.square().sum()) for tensor in expected_by_name.values()))
         for name, tensor in expected_by_name.items():
@@ -104,10 +107,6 @@ def relative_error(observed: torch.Tensor, expected: torch.Tensor, *, floor: flo
     if observed.shape != expected.shape or not torch.isfinite(observed).all():
         return float("inf")
     return _relative(float((observed - expected).norm()), max(float(expected.norm()), floor))
-
-
-def _of_kind(moment: str, moments: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: tensor for name, tensor in moments.items() if name.startswith(f"{moment}.")}
 
 
 def _relative(difference: float, size: float) -> float:

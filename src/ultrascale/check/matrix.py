@@ -46,6 +46,11 @@ METHODS: dict[str, dict[str, Any]] = {
     "all-to-all": {"cp": 2, "cp_method": "all-to-all"},
     "ring+all-to-all": {"cp": 4, "cp_method": "ring+all-to-all", "cp_heads": 2},
 }  # fmt: skip
+CONTEXT_COLUMNS = {
+    "documents": DENSE, "one stream": DENSE, "window": "tiny-mistral", "sinks": "tiny-gpt-oss",
+    "local RoPE": "tiny-gemma3-text", "latent attention": "tiny-deepseek-v3",
+}  # fmt: skip
+"""Preset of each column of the table of context parallelism."""
 DEEPEST: dict[str, dict[str, Any]] = {
     "tp cp pp ep": {"tp": 2, "cp": 2, "pp": 2, "ep": 2},
     "dp cp pp ep expert_tp": {"dp": 2, "cp": 2, "pp": 2, "ep": 2, "expert_tp": 2, "zero_stage": 1},
@@ -123,14 +128,8 @@ def _pairs() -> Iterator[Cell]:
     axes = {**AXES, "ep": {"ep": 2}, "expert_tp": {"expert_tp": 2}}
     for number, (row, first) in enumerate(axes.items()):
         for column, second in list(axes.items())[: number + 1]:
-            layout = first | second
-            if row == column and "ep" not in first and "expert_tp" not in first:
-                yield _cell("Axes, two by two", row, column, DENSE, layout)
-            elif row == column:
-                yield _cell("Axes, two by two", row, column, SPARSE, layout | {"dp": 2})
-            elif not ({"dp"} <= first.keys() and {"dp"} <= second.keys()):  # one ZeRO stage at a time
-                yield _cell("Axes, two by two", row, column, SPARSE if {"ep", "expert_tp"} & layout.keys() else DENSE,
-                            _with_ranks_for_experts(layout))  # fmt: skip
+            if row == column or not ({"dp"} <= first.keys() and {"dp"} <= second.keys()):  # one ZeRO stage at a time
+                yield _cell("Axes, two by two", row, column, _with_ranks_for_experts(first | second))
 
 
 def _with_ranks_for_experts(layout: dict[str, Any]) -> dict[str, Any]:
@@ -146,38 +145,33 @@ def _schedules() -> Iterator[Cell]:
     for schedule, known in SCHEDULES.items():
         pipeline = {"pp": 2, "schedule": schedule, "virtual_stages": known.virtual_stages or 2}
         for column, other in beside.items():
-            yield _cell("Schedules", schedule, column, SPARSE if column == "ep" else DENSE, pipeline | other)
+            yield _cell("Schedules", schedule, column, pipeline | other)
             if column in ("ZeRO 1", "ZeRO 3", "tp", "ep"):
-                yield _cell("Schedules by torch's runtime", schedule, column, SPARSE if column == "ep" else DENSE,
+                yield _cell("Schedules by torch's runtime", schedule, column,
                             pipeline | other | {"pipeline_runtime": "torch"})  # fmt: skip
     for schedule in ("1f1b", "zb-h1", "dualpipe"):
-        yield _cell("Schedules", f"{schedule}, 4 ranks", "ZeRO 0", DENSE, {"pp": 4, "schedule": schedule})
+        yield _cell("Schedules", f"{schedule}, 4 ranks", "ZeRO 0", {"pp": 4, "schedule": schedule})
 
 
 def _context() -> Iterator[Cell]:
     for method, layout in METHODS.items():
-        yield _cell("Context parallelism", method, "documents", DENSE, layout)
-        yield _cell("Context parallelism", method, "one stream", DENSE, layout, documents=False)
-        yield _cell("Context parallelism", method, "window", "tiny-mistral", layout)
-        yield _cell("Context parallelism", method, "sinks", "tiny-gpt-oss", layout)
-        yield _cell("Context parallelism", method, "local RoPE", "tiny-gemma3-text", layout)
-        yield _cell("Context parallelism", method, "latent attention", "tiny-deepseek-v3", layout)
+        for column, preset in CONTEXT_COLUMNS.items():
+            yield _cell("Context parallelism", method, column, layout, preset, documents=column != "one stream")
         if Layout(**layout).cp < 3:
-            yield _cell("Context parallelism", method, "tp", DENSE, layout | {"tp": 2})
+            yield _cell("Context parallelism", method, "tp", layout | {"tp": 2})
 
 
 def _recomputation() -> Iterator[Cell]:
     axes = {key: AXES[key] for key in ("ZeRO 1", "ZeRO 3", "tp", "cp", "pp")} | {"ep": {"dp": 2, "ep": 2}}
     for kind in ("selective", "full", "every-k"):
         for column, layout in axes.items():
-            preset = SPARSE if column == "ep" else DENSE
-            yield _cell("Recomputation", kind, column, preset, layout | {"recompute": kind})
+            yield _cell("Recomputation", kind, column, layout | {"recompute": kind})
     for column, layout in axes.items():
         options = {"recompute": "blocks", "recompute_blocks": ("full", mode_name(KINDS), "none")}
-        yield _cell("Recomputation", "block by block", column, SPARSE if column == "ep" else DENSE, layout | options)
+        yield _cell("Recomputation", "block by block", column, layout | options)
         for kind, dense, experts in NAMED:
             preset, modules = ("tiny-deepseek-v3", experts) if column == "ep" else (DENSE, dense)
-            yield _cell("Recomputation", kind, column, preset, layout | {"recompute": modules})
+            yield _cell("Recomputation", kind, column, layout | {"recompute": modules}, preset)
 
 
 def _memory() -> Iterator[Cell]:
@@ -185,15 +179,14 @@ def _memory() -> Iterator[Cell]:
     axes = {key: AXES[key] for key in ("ZeRO 1", "ZeRO 3", "cp", "pp")} | {"ep": {"dp": 2, "ep": 2}}
     tp = {"tp": {"tp": 2}, "dp tp": {"dp": 2, "tp": 2, "zero_stage": 1}, "tp pp": {"tp": 2, "pp": 2}}
     for column, layout in {**axes, **tp}.items():
-        preset = SPARSE if column == "ep" else DENSE
-        yield _cell("Memory", "optimizer on the host", column, preset, layout | {"offload_optimizer": True})
+        yield _cell("Memory", "optimizer on the host", column, layout | {"offload_optimizer": True})
         if "tp" not in layout and column != "ep":
             for kind in ("none", "full"):
                 pieces = {"mlp_chunks": 3, "recompute": kind}
-                yield _cell("Memory", f"MLP in 3 pieces, recompute {kind}", column, DENSE, layout | pieces)
+                yield _cell("Memory", f"MLP in 3 pieces, recompute {kind}", column, layout | pieces)
         elif "tp" in layout:
             partitioned = {"partition_checkpoints": True, "recompute": "full", "sequence_parallel": False}
-            yield _cell("Memory", "checkpoints cut over tp", column, DENSE, layout | partitioned)
+            yield _cell("Memory", "checkpoints cut over tp", column, layout | partitioned)
 
 
 def _ties() -> Iterator[Cell]:
@@ -201,11 +194,11 @@ def _ties() -> Iterator[Cell]:
     axes |= {"pp ZeRO 1": {"pp": 2, "dp": 2, "zero_stage": 1}, "pp cp": {"pp": 2, "cp": 2}}
     axes |= {"zb-v": {"pp": 2, "schedule": "zb-v", "virtual_stages": 2}, "dualpipe": {"pp": 2, "schedule": "dualpipe"}}
     for column, layout in axes.items():
-        yield _cell("Embedding and sequence", "tied", column, DENSE, layout, model={"tie_word_embeddings": True})
+        yield _cell("Embedding and sequence", "tied", column, layout, model={"tie_word_embeddings": True})
         if layout.get("tp"):
-            yield _cell("Embedding and sequence", "sequences whole", column, DENSE, layout | {"sequence_parallel": False})
+            yield _cell("Embedding and sequence", "sequences whole", column, layout | {"sequence_parallel": False})
     for column, layout in {"tp dp": {"tp": 2, "dp": 2}, "tp cp": {"tp": 2, "cp": 2}}.items():
-        yield _cell("Embedding and sequence", "sequences whole", column, DENSE, layout | {"sequence_parallel": False})
+        yield _cell("Embedding and sequence", "sequences whole", column, layout | {"sequence_parallel": False})
 
 
 def _families() -> Iterator[Cell]:
@@ -214,7 +207,7 @@ def _families() -> Iterator[Cell]:
     for preset in FAMILIES:
         for column, layout in axes.items():
             if column != "ep" or PRESETS[preset].num_experts:
-                yield _cell("Families", PRESETS[preset].model_type, column, preset, layout)
+                yield _cell("Families", PRESETS[preset].model_type, column, layout, preset)
 
 
 def _experts() -> Iterator[Cell]:
@@ -235,7 +228,7 @@ def _experts() -> Iterator[Cell]:
     }  # fmt: skip
     for row, layout in layouts.items():
         for column, (preset, model) in kinds.items():
-            yield _cell("Experts", row, column, preset, layout, model=model, micro_batch_size=2)
+            yield _cell("Experts", row, column, layout, preset, model=model, micro_batch_size=2)
 
 
 def _unusual() -> Iterator[Cell]:
@@ -249,22 +242,23 @@ def _unusual() -> Iterator[Cell]:
         "pp 3, uneven": ({"pp": 3, "layers_per_stage": (1, 1, 1)}, {"tie_word_embeddings": True}),
     }
     for row, (layout, model) in odd_models.items():
-        yield _cell("Odd numbers", row, "llama", DENSE, layout, model=model)
+        yield _cell("Odd numbers", row, "llama", layout, model=model)
 
 
 def _deepest() -> Iterator[Cell]:
     for row, layout in DEEPEST.items():
         preset = "tiny-deepseek-v3" if "ep" in layout else DENSE
-        yield _cell("Three axes and more", row, PRESETS[preset].model_type, preset, layout)
+        yield _cell("Three axes and more", row, PRESETS[preset].model_type, layout, preset)
         if "ep" in layout:
-            yield _cell("Three axes and more", row, "mixtral", SPARSE, layout)
+            yield _cell("Three axes and more", row, "mixtral", layout)
 
 
 def _cell(
-    table: str, row: str, column: str, preset: str, layout: dict[str, Any], *, model: dict[str, Any] | None = None,
+    table: str, row: str, column: str, layout: dict[str, Any], preset: str = "", *, model: dict[str, Any] | None = None,
     documents: bool = True, micro_batch_size: int = 1,
 ) -> Cell:  # fmt: skip
     full = Layout(precision="fp64", micro_batch_size=micro_batch_size, **layout)
+    preset = preset or (SPARSE if full.ep * full.expert_tp > 1 else DENSE)
     small = replace(shrink_model(PRESETS[preset], full), **(model or {}))
     optimizer = Optimizer(learning_rate=1e-2, clip_grad_norm=0.5, warmup_steps=1)
     run = Run(small, steps=10, layout=full, optimizer=optimizer, data=Data(document_mask=documents))

@@ -97,7 +97,7 @@ class _Proving:
     steps: int
     tolerance: float
     against: Literal["transformers"] | None
-    step_seconds: float | None = None
+    step_seconds: float | None
 
     def __post_init__(self) -> None:
         self.expected: dict[str, list[StepFacts]] = {}

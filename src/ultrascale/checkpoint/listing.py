@@ -103,11 +103,9 @@ def _summary(candidate: Candidate, read_all: bool) -> Summary:
         problem = str(error)
     if manifest is None:
         return Summary(candidate.path, candidate.step, None, None, None, None, problem)
-    return Summary(candidate.path, manifest.step, *_counts(manifest), _saved_at(candidate.path, manifest), problem)
-
-
-def _counts(manifest: Manifest) -> tuple[int, int, int]:
-    return sum(shard.bytes for shard in manifest.shards.values()), len(manifest.shards), len(manifest.tensors)
+    size = sum(shard.bytes for shard in manifest.shards.values())
+    counts = len(manifest.shards), len(manifest.tensors)
+    return Summary(candidate.path, manifest.step, size, *counts, _saved_at(candidate.path, manifest), problem)
 
 
 def _saved_at(folder: Path, manifest: Manifest) -> float:

@@ -39,7 +39,7 @@ _CHECKSUM = re.compile(r"crc32:[0-9a-f]{8}")
 _SAVE_ID = re.compile(r"[0-9a-f]{32}")
 HEAD = re.compile(rb'\{"checksum":"crc32:[0-9a-f]{8}",\n"format":"%s","version":%d,' % (FORMAT.encode(), VERSION))
 """First bytes of a manifest of this format, even if it is damaged further on."""
-_FIRST_LINE = re.compile(rb'\{"checksum":"(crc32:[0-9a-f]{8})",')
+FIRST_LINE = re.compile(rb'\{"checksum":"(crc32:[0-9a-f]{8})",')
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,11 @@ def encode(manifest: Manifest) -> bytes:
     }
     head = f'"format":"{FORMAT}","version":{VERSION},"save_id":"{manifest.save_id}","step":{manifest.step},\n'
     body = f'{head}"shards":{_lines(shards)},\n"tensors":{_lines(tensors)},\n"metadata":{metadata_text(manifest.metadata)}}}\n'
-    data = body.encode("ascii")
+    return with_checksum(body.encode("ascii"))
+
+
+def with_checksum(data: bytes) -> bytes:
+    """`data`, the rest of a JSON object, after a first line with its checksum."""
     return f'{{"checksum":"{checksum_text(crc32(data))}",\n'.encode("ascii") + data
 
 
@@ -141,10 +145,10 @@ def decode(data: bytes, where: str) -> Manifest:
     """The manifest in `data`, validated in full; `where` names the file in errors. Raises CheckpointError; UnknownVersionError
     for another format, whatever else differs in it."""
     first, _, rest = data.partition(b"\n")
-    line = _FIRST_LINE.fullmatch(first)
+    line = FIRST_LINE.fullmatch(first)
     if line is None:
         with suppress(ValueError, RecursionError):
-            _expect_known_format(json.loads(data), where)
+            expect_known_format(json.loads(data), where)
         raise CheckpointError(
             f"{where}: does not start with a checksum; it is damaged or not a manifest. Use another checkpoint."
         )
@@ -157,16 +161,16 @@ def decode(data: bytes, where: str) -> Manifest:
         content = json.loads(b"{" + rest, object_pairs_hook=_unique, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{where}: not JSON that we wrote ({error}). Use another checkpoint.") from error
-    _expect_known_format(content, where)
+    expect_known_format(content, where)
     return _Check(where).manifest(content)
 
 
-def _expect_known_format(content: Any, where: str) -> None:
+def expect_known_format(content: Any, where: str, known: str = FORMAT, number: int = VERSION) -> None:
     """Raises UnknownVersionError if `content` declares a format other than ours. Content that declares none passes."""
     kind, version = (content.get("format"), content.get("version")) if isinstance(content, dict) else (None, None)
-    if isinstance(kind, str) and (kind != FORMAT or type(version) is not int or version != VERSION):
+    if isinstance(kind, str) and (kind != known or type(version) is not int or version != number):
         problem = (
-            f"format is {kind!r:.80} version {version!r:.20}, expected {FORMAT!r} version {VERSION}, which this release reads"
+            f"format is {kind!r:.80} version {version!r:.20}, expected {known!r} version {number}, which this release reads"
         )
         remedy = "Go on with that release, or move the checkpoint away to go on from an older one"
         raise UnknownVersionError(f"{where}: {problem}: {UnknownVersionError.WORDS}. {remedy}.")
@@ -188,9 +192,9 @@ class _Check:
             self.refuse(what, sorted(value) if isinstance(value, dict) else value, f"an object with keys {sorted(keys)}")
         return [value[key] for key in keys]
 
-    def integer(self, value: Any, what: str, low: int = 0, high: int = 2**63 - 1) -> int:
-        if type(value) is not int or not low <= value <= high:
-            self.refuse(what, value, f"an integer from {low} to {high}")
+    def integer(self, value: Any, what: str, low: int = 0) -> int:
+        if type(value) is not int or not low <= value < 2**63:
+            self.refuse(what, value, f"an integer from {low} to {2**63 - 1}")
         return value
 
     def text(self, value: Any, what: str, pattern: re.Pattern[str]) -> str:

@@ -14,6 +14,7 @@ from ultrascale.api.planning.plan_request import SHORT
 from ultrascale.catalogue.machines import usable_cores
 from ultrascale.cli.terminal.parse import parse_with_overrides
 from ultrascale.cli.terminal.screen import Words, console_for_people, print_json, waiting
+from ultrascale.console import plain_table
 from ultrascale.description.units import count_of, format_seconds
 
 if TYPE_CHECKING:  # imports torch
@@ -73,15 +74,12 @@ def _show_matrix(matrix: CheckMatrix) -> None:
 
 def show_verdicts(proof: Check) -> None:
     """Print the table of verdicts, the differences, a summary, and the proof's blind spots."""
-    from rich.table import Table
-
     console, verdicts = console_for_people(), proof.verdicts
     quantities = [q for q in QUANTITIES if any(q in verdict.worst for verdict in verdicts)]
-    table = Table(title=f"float64, tolerance {verdicts[0].tolerance:.0e}", title_justify="left", box=None, padding=(0, 2, 0, 0))
-    table.add_column("case")
-    for quantity in quantities:
-        table.add_column(quantity, justify="right")
-    table.add_column("")
+    table = plain_table(
+        "case", *quantities, "", left=("case", ""), title=f"float64, tolerance {verdicts[0].tolerance:.0e}",
+        title_justify="left", pad_edge=True, padding=(0, 2, 0, 0),
+    )  # fmt: skip
     for verdict in verdicts:
         errors = [f"{verdict.worst[q].error:.0e}" if q in verdict.worst else "" for q in quantities]
         words = ("[yellow]MISSED[/]", "[green]seen[/]") if proof.planted else ("[green]equal[/]", "[red]DIFFERS[/]")

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
-
-import tyro
+from typing import Literal
 
 from ultrascale.cli.measure.measure_speed import TIMED, WARM
 from ultrascale.cli.terminal.parse import parse_with_overrides
@@ -31,22 +29,10 @@ TEXTS = {
     "slurm": (slurm_text, ".sbatch"), "kubernetes": (kubernetes_text, ".k8s.yaml"), "skypilot": (skypilot_text, ".sky.yaml"),
     "torchrun": (torchrun_text, ".torchrun.sh"), "ssh": (ssh_text, ".ssh.sh"),
 }  # fmt: skip
-Launcher = Literal["slurm", "kubernetes", "skypilot", "torchrun", "ssh"]
 
 
-def launch(
-    launcher: Annotated[Launcher, tyro.conf.Positional],
-    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN.TOML")],
-    /,
-    nodes: int | None = None,
-    print: bool = False,
-    submit: bool = False,
-    out: Path | None = None,
-    measure: bool = False,
-    timed: int = TIMED,
-    warm: int = WARM,
-    island: int | None = None,
-) -> tuple[str, str, int | None, bool, bool, Path | None, bool, int, int, int | None]:
+@dataclass(frozen=True)
+class LaunchOptions:
     """Write a complete, commented job script for a run on a cluster, for you to edit.
 
     A Slurm job requeues itself until the run is complete; Kubernetes restarts lost pods; SkyPilot replaces machines. Settings
@@ -55,20 +41,28 @@ def launch(
         ultrascale launch slurm run.toml --nodes 8 --launch.time-limit 24h --launch.slurm.partition gpu
 
         ultrascale launch slurm run.toml --nodes 1 --measure --layout.tp 1,2,4 --submit
-
-    Args:
-        launcher: Program that starts the nodes.
-        run: TOML file of the run. The job reads it again: keep it where all nodes can access it.
-        nodes: Number of machines; with islands.quorum, those of one island, each of which is a job.
-        print: Print the script and write nothing.
-        submit: Write the script and submit it to the launcher.
-        out: File for the script. Default: the run's name with an extension, in this folder.
-        measure: Measure instead of train: a job array with one cell per combination of settings with several values.
-        timed: Timed steps in each cell, with --measure.
-        warm: Warm-up steps before them, with --measure.
-        island: With islands.quorum: write only this island's script. None: those of all.
     """
-    return launcher, run, nodes, print, submit, out, measure, timed, warm, island
+
+    launcher: Literal["slurm", "kubernetes", "skypilot", "torchrun", "ssh"]
+    """Program that starts the nodes."""
+    run: str
+    """TOML file of the run. The job reads it again: keep it where all nodes can access it."""
+    nodes: int | None = None
+    """Number of machines; with islands.quorum, those of one island, each of which is a job."""
+    print: bool = False
+    """Print the script and write nothing."""
+    submit: bool = False
+    """Write the script and submit it to the launcher."""
+    out: Path | None = None
+    """File for the script. Default: the run's name with an extension, in this folder."""
+    measure: bool = False
+    """Measure instead of train: a job array with one cell per combination of settings with several values."""
+    timed: int = TIMED
+    """Timed steps in each cell, with --measure."""
+    warm: int = WARM
+    """Warm-up steps before them, with --measure."""
+    island: int | None = None
+    """Number of the one island whose script is written, with islands.quorum; None: of all."""
 
 
 def command(arguments: list[str]) -> int:
@@ -76,10 +70,11 @@ def command(arguments: list[str]) -> int:
     from ultrascale.sweep.grid import split_axes
 
     axes, words = split_axes(arguments)
-    parsed, overrides = parse_with_overrides(launch, "launch", words)
-    launcher, path, nodes, only_print, to_submit, out, measuring, steps, warm, island = parsed
-    _expect_consistent_flags(launcher, only_print, to_submit, measuring, [axis.key for axis in axes])
-    if measuring and island is not None:
+    positional = {"launcher": None, "run": "RUN.TOML"}
+    options, overrides = parse_with_overrides(LaunchOptions, "launch", words, positional=positional)
+    launcher, out = options.launcher, options.out
+    _expect_consistent_flags(options, [axis.key for axis in axes])
+    if options.measure and options.island is not None:
         raise mistake("--island", "is given beside --measure, which measures cells and no islands", "Leave one of them out.")
     if "\n" in f"{out or ''}{Path.cwd()}":
         raise mistake(
@@ -88,28 +83,27 @@ def command(arguments: list[str]) -> int:
             "Name another.",
         )
     typed = shlex.join(["ultrascale", "launch", *arguments])
-    resolved = resolve(path, overrides, require_data=True) if not measuring else resolve(path, overrides)
-    if measuring:
+    resolved = resolve(options.run, overrides, require_data=not options.measure)
+    if options.measure:
         text_file = out or Path(f"{resolved.run.name}.measure{TEXTS[launcher][1]}")
-        text = _measuring_text(path, axes, overrides, resolved, nodes, text_file, typed, steps, warm, write=not only_print)
-        texts = {text_file: text}
+        texts = {text_file: _measuring_text(options, axes, overrides, resolved, text_file, typed)}
     else:
-        texts = _texts(launcher, resolved, path, overrides, nodes, typed, out, _islands_of(resolved, island))
+        texts = _texts(options, resolved, overrides, typed, _islands_of(resolved, options.island))
         for place in data_missing_here(resolved.run):
             print_line(f"note: {place} is not on this machine; every node must have it", "stderr")
-    if len(texts) > 1 and (only_print or (to_submit and launcher in ("ssh", "torchrun"))):
+    if len(texts) > 1 and (options.print or (options.submit and launcher in ("ssh", "torchrun"))):
         rule = f"is one text, and {len(texts)} islands with a quorum (islands.quorum) are a job each"
-        raise mistake("--print" if only_print else "--submit", rule, "Name one of them: --island NUMBER.")
-    if only_print:
+        raise mistake("--print" if options.print else "--submit", rule, "Name one of them: --island NUMBER.")
+    if options.print:
         print(*texts.values(), end="")
         return 0
-    if to_submit:
-        expect_launcher(launcher, nodes if nodes is not None else resolved.launch.nodes or 1)
+    if options.submit:
+        expect_launcher(launcher, options.nodes if options.nodes is not None else resolved.launch.nodes or 1)
     _expect_unedited(texts, launcher)
     for number, (text_file, text) in enumerate(texts.items()):
         text_file.parent.mkdir(parents=True, exist_ok=True)
         write_output(text_file, text)
-        if to_submit:
+        if options.submit:
             try:
                 output = submit(launcher, text_file)
             except LauncherError as error:
@@ -127,15 +121,16 @@ def command(arguments: list[str]) -> int:
     return 0
 
 
-def _expect_consistent_flags(launcher: str, only_print: bool, to_submit: bool, measuring: bool, axes: Sequence[str]) -> None:
-    if only_print and to_submit:
+def _expect_consistent_flags(options: LaunchOptions, axes: Sequence[str]) -> None:
+    if options.print and options.submit:
         raise mistake("--print", "is given beside --submit", "Keep one of the two.")
-    if measuring and launcher != "slurm":
+    launcher = options.launcher
+    if options.measure and launcher != "slurm":
         remedy = (
             f"`ultrascale sweep` measures on one machine; on nodes of {launcher}, `ultrascale measure speed` under torchrun."
         )
         raise mistake("--measure", f"{launcher} has no arrays of jobs", remedy)
-    if axes and not measuring:
+    if axes and not options.measure:
         rule = "has several values, and one run is trained"
         raise mistake(f"--{axes[0].replace('_', '-')}", rule, "Give one value, or measure all: --measure.")
 
@@ -152,20 +147,19 @@ def _islands_of(resolved: Resolved, island: int | None) -> list[int | None]:
 
 
 def _texts(
-    launcher: str, resolved: Resolved, path: str, overrides: Sequence[str], nodes: int | None, typed: str, out: Path | None,
-    islands: Sequence[int | None],
-) -> dict[Path, str]:  # fmt: skip
+    options: LaunchOptions, resolved: Resolved, overrides: Sequence[str], typed: str, islands: Sequence[int | None]
+) -> dict[Path, str]:
     """Scripts of a training run by file name; with several islands, each has its number before the extension."""
-    if Path(path).is_dir():
-        path = str(Path(path) / "run.toml")
-    write, ending = TEXTS[launcher]
+    path, out = Path(options.run), options.out
+    path = path / "run.toml" if path.is_dir() else path
+    write, ending = TEXTS[options.launcher]
     texts, notes = {}, _planned(resolved)
     _, settings = take_settings(overrides, "launch")  # the others are also the trainer's
     for island in islands:
         met = [] if island is None else [_meeting_place(resolved.run, island)]
         job = job_of(
-            resolved.run, resolved.launch, file=Path(path), settings=settings, nodes=nodes, command=typed, notes=[*notes, *met],
-            island=island,
+            resolved.run, resolved.launch, file=path, settings=settings, nodes=options.nodes, command=typed,
+            notes=[*notes, *met], island=island,
         )  # fmt: skip
         file = out or Path(f"{job.name}{ending}")
         if out is not None and len(islands) > 1:
@@ -216,17 +210,17 @@ def _planned(resolved: Resolved) -> list[str]:
 
 
 def _measuring_text(
-    path: str, axes: Sequence, overrides: Sequence[str], resolved: Resolved, nodes: int | None, text_file: Path, typed: str,
-    steps: int, warm: int, *, write: bool,
-) -> str:  # fmt: skip
+    options: LaunchOptions, axes: Sequence, overrides: Sequence[str], resolved: Resolved, text_file: Path, typed: str
+) -> str:
     """Array script over all cells, whose folders are created as `ultrascale sweep` creates and reads them."""
     from ultrascale.sweep.cells import place_of
     from ultrascale.sweep.grid import cells
 
+    path, steps, warm = options.run, options.timed, options.warm
     for flag, value in (("--timed", steps), ("--warm", warm)):
         if value < 1:
             raise mistake(flag, f"must be at least 1, is {value}", "Leave it out for the usual number.")
-    count = num_nodes_of(nodes, resolved.launch)
+    count = num_nodes_of(options.nodes, resolved.launch)
     ranks = count * ranks_per_node(resolved.run, resolved.launch)
     _, settings = take_settings(overrides, "launch")
     grid_cells, _ = cells(path, axes, settings, processes=ranks)
@@ -240,7 +234,7 @@ def _measuring_text(
     notes = [f"{len(places)} cells, {len(grid_cells) - len(places)} refused; {steps} steps are timed after {warm}."]
     listed = " ".join(shlex.join(results).split())  # one line of a comment
     job = job_of(first, resolved.launch, file=Path(path), nodes=count, command=typed, notes=notes)
-    if write:
+    if not options.print:
         for place in places:
             place.prepare()
         listing.write_text("".join(f"{place.path}\n" for place in places))

@@ -25,12 +25,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ultrascale.data.files import DataCommandError, DataError
+from ultrascale.data.files import DataCommandError, DataError, reading
 from ultrascale.data.indexed import Header, Shard, prefix_paths, read_header
 from ultrascale.data.manifest import NAME, Manifest, ShardRecord, TokenizerFacts, load_manifest
 from ultrascale.data.preparing.verify import BLOCK_BYTES as SAMPLE_BYTES
-from ultrascale.data.preparing.verify import BLOCKS, sample_of
-from ultrascale.storage import MissingError, StorageError, Store, open_store, url_of
+from ultrascale.data.preparing.verify import NOT_AS_PREPARED, digest_of_blocks, sample_of
+from ultrascale.storage import MissingError, Store, open_store, url_of
 
 OPEN_SHARDS = 128  # each holds two file descriptors, and 1,024 is a usual limit
 FOREIGN_BLOCKS = 256
@@ -231,10 +231,8 @@ class BlockCache:
 
     def read(self, store: Store, key: str, begin: int, end: int) -> bytes:
         """Bytes `begin` to `end` - 1. Raises DataError if they cannot be fetched."""
-        try:
+        with reading(store.where(key), _AGAIN):
             blocks = [block.result() for block in self.expect(store, key, begin, end)]
-        except StorageError as error:
-            raise DataError(store.where(key), f"cannot be read: {str(error).rstrip('.')}", _AGAIN) from error
         data = b"".join(blocks)
         first = begin - begin // BLOCK_BYTES * BLOCK_BYTES
         if len(data) < first + end - begin or any(len(block) < BLOCK_BYTES for block in blocks[:-1]):
@@ -273,17 +271,19 @@ class StreamedShard(Shard):
         self._store, self._key, self._record = store, f"{record.name}.bin", record
         self._ask(lambda: _fetch_file(store, f"{record.name}.idx", folder))
         index = folder / f"{record.name}.idx"
-        checksum = hashlib.sha256(index.read_bytes()).hexdigest()
-        if checksum != record.idx_sha256:
+        content = index.read_bytes()
+        if hashlib.sha256(content).hexdigest() != record.idx_sha256:
             raise DataError(store.where(index.name), "has another checksum than the manifest says", _COPY)
-        self._cache = cache
         super().__init__(folder / record.name)
         size = self._bin_size()
         self.bin_path, self.idx_path = (StoredPath(store.where(f"{record.name}{end}")) for end in (".bin", ".idx"))
+        blocks = [
+            (size, lambda at: store.read_range(self._key, at, min(at + SAMPLE_BYTES, size)) if size else b""),
+            (len(content), lambda at: content[at : at + SAMPLE_BYTES]),
+        ]
         self.tokens = StreamedTokens(store, self._key, self.dtype, size, cache)  # pyright: ignore[reportAttributeAccessIssue]
-        if record.sample_sha256 and self._ask(lambda: self._sample(index.read_bytes(), size)) != record.sample_sha256:
-            problem = f"does not hold what was prepared: of {BLOCKS} blocks of its .bin and .idx some are not the manifest's"
-            raise DataError(store.where(record.name), problem, _COPY)
+        if record.sample_sha256 and self._ask(lambda: digest_of_blocks(blocks)) != record.sample_sha256:
+            raise DataError(store.where(record.name), NOT_AS_PREPARED, _COPY)
 
     def expect_whole(self) -> None:
         """No check: no file is mapped that could be truncated."""
@@ -298,27 +298,13 @@ class StreamedShard(Shard):
     def _map_ids(self, size: int) -> bytes:
         return b""
 
-    def _sample(self, index: bytes, size: int) -> str:
-        """Digest of sampled blocks, as in `verify.sample_of`, of an object and a local file."""
-        digest = hashlib.sha256()
-        for length, block_at in (
-            (size, lambda offset: self._store.read_range(self._key, offset, min(offset + SAMPLE_BYTES, size)) if size else b""),
-            (len(index), lambda offset: index[offset : offset + SAMPLE_BYTES]),
-        ):
-            digest.update(length.to_bytes(8, "little"))
-            for block in range(BLOCKS):
-                digest.update(block_at(block * max(0, length - SAMPLE_BYTES) // (BLOCKS - 1)))
-        return digest.hexdigest()
-
     def _ask(self, work: Any) -> Any:
-        try:
-            return work()
-        except MissingError as error:
-            raise DataError(
-                str(error).removesuffix(" is not there."), "is missing, but the manifest lists it", _COPY
-            ) from error
-        except StorageError as error:
-            raise DataError(self._store.where(self._key), f"cannot be read: {str(error).rstrip('.')}", _AGAIN) from error
+        with reading(self._store.where(self._key), _AGAIN):
+            try:
+                return work()
+            except MissingError as error:
+                missing = str(error).removesuffix(" is not there.")
+                raise DataError(missing, "is missing, but the manifest lists it", _COPY) from error
 
 
 class StreamedFolder:
@@ -329,16 +315,12 @@ class StreamedFolder:
         self._scratch = tempfile.TemporaryDirectory(prefix="ultrascale-data-")
         self.folder = Path(self._scratch.name)
         self.cache = BlockCache()
-        try:
+        with reading(url):
             self.store = open_store(url)
             names = {stored.key for stored in self.store.names("")[0]}
             for name in (NAME, TOKENIZER):
                 if name in names:
                     _fetch_file(self.store, name, self.folder)
-        except StorageError as error:
-            raise DataError(
-                url, f"cannot be read: {str(error).rstrip('.')}", "Check the name, and the credentials in the environment."
-            ) from error
         if NAME not in names:
             remedy = "Copy the whole folder there that `ultrascale data prepare` has made."
             raise DataError(url, f"holds no {NAME}, so it is no prepared folder, which alone is read from a store", remedy)

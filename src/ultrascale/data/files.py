@@ -17,6 +17,7 @@ from ultrascale.description.parsing import parse_json
 from ultrascale.description.problems import Problem
 from ultrascale.failpoints import failpoint
 from ultrascale.output_file import make_durable
+from ultrascale.storage import StorageError
 
 PARTIAL = ".partial"
 BLOCK_BYTES = 1 << 20
@@ -30,6 +31,15 @@ def writing(path: Path) -> Iterator[None]:
     except OSError as error:
         remedy = "Make room or choose another folder and run the same command again: finished shards are kept."
         raise DataError(str(error.filename or path), f"cannot be written: {error.strerror or error}", remedy) from error
+
+
+@contextmanager
+def reading(where: str, remedy: str = "Check the name, and the credentials in the environment.") -> Iterator[None]:
+    """Context that turns an error of a store into a DataError that names `where`."""
+    try:
+        yield
+    except StorageError as error:
+        raise DataError(where, f"cannot be read: {str(error).rstrip('.')}", remedy) from error
 
 
 def write_whole(path: Path, content: bytes, *, durable: bool = True) -> None:

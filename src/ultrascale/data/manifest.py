@@ -110,7 +110,9 @@ def load_manifest(folder: Path) -> Manifest:
     try:
         shards = tuple(record_from(shard) for shard in _is(value["shards"], list))
         facts = _typed(TokenizerFacts(**value["tokenizer"]), fingerprint=str, vocab_size=int, eod_token=str, eod_id=int)
-        return Manifest(_one_of(value["dtype"], DTYPES), facts, shards, _is(value["request"], dict))
+        if value["dtype"] not in DTYPES:
+            raise TypeError(f"{value['dtype']!r:.80} is none of {', '.join(DTYPES)}")
+        return Manifest(value["dtype"], facts, shards, _is(value["request"], dict))
     except (KeyError, TypeError) as error:
         raise DataError(str(path), f"is damaged: {error}", "Prepare the data again, into a new folder.") from error
 
@@ -135,10 +137,4 @@ def _is(value: Any, kind: type) -> Any:
     """`value`, if it is of type `kind`; integers must be from 0 to 2^62. Raises TypeError."""
     if type(value) is not kind or (kind is int and not 0 <= value < 2**62):
         raise TypeError(f"{value!r:.80} is no {'count' if kind is int else kind.__name__}")
-    return value
-
-
-def _one_of(value: Any, known: tuple[str, ...]) -> Any:
-    if value not in known:
-        raise TypeError(f"{value!r:.80} is none of {', '.join(known)}")
     return value

@@ -14,10 +14,9 @@ from typing import Any
 from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
-from ultrascale.console import Trimmed
+from ultrascale.console import Trimmed, plain_table
 from ultrascale.demo.claims import MARKS, Claim
 
 WIDEST = 100
@@ -95,10 +94,7 @@ class Screen:
 
     def claims(self, claims: Sequence[Claim]) -> None:
         """Print the closing table."""
-        table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
-        table.add_column("claim")
-        table.add_column("", no_wrap=True)
-        table.add_column("number")
+        table = plain_table("claim", "", "number", whole=("",), pad_edge=True, padding=(0, 2, 0, 0))
         for claim in claims:
             table.add_row(claim.text, MARKS[claim.verdict], claim.number)
         self.show(table)

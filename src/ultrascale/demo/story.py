@@ -44,7 +44,7 @@ from ultrascale.description.problems import mistake
 from ultrascale.description.run import Run
 from ultrascale.description.units import format_bytes, format_count, format_flops_per_second, format_seconds
 from ultrascale.measure.compare import Difference, comparison_table
-from ultrascale.measure.plots import plot_run, read_metrics
+from ultrascale.measure.plots import plot_run_folder, read_metrics
 from ultrascale.measure.run_marks import marks_of
 from ultrascale.plan.report import plan_run
 from ultrascale.plan.view.plan_view import show_plan
@@ -105,7 +105,7 @@ def run_demo(folder: Path, screen: Screen) -> Demo:
         with screen.stage("Export: the model in transformers"):
             _export(demo, run)
         with screen.stage("Plots"):
-            _plots(demo, rows, memory, entropy)
+            _plots(demo, entropy)
         _close(demo)
     return demo
 
@@ -276,18 +276,14 @@ def _export(demo: Demo, run: Run) -> None:
         screen.show(f"{claim.text[0].upper()}{claim.text[1:]}: {claim.number}.")
 
 
-def _plots(demo: Demo, rows: list[dict[str, Any]], memory: dict[str, Any], entropy: float) -> None:
+def _plots(demo: Demo, entropy: float) -> None:
     text = "loss, memory and speed as pictures"
     if find_spec("matplotlib") is None:
         demo.claims.append(Claim(text, "matplotlib is not installed: pip install matplotlib", "skipped"))
         demo.screen.show("Skipped: matplotlib is not installed (pip install matplotlib).")
         return
     logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it reports its search for fonts
-    written = plot_run(
-        rows, demo.folder / "plots", memory_timeline=memory["measured_timeline"],
-        planned_peak_bytes=memory["planned_peak_bytes"], reference_loss=("unigram entropy", entropy),
-        marks=marks_of(demo.run_folder),
-    )  # fmt: skip
+    written = plot_run_folder(demo.run_folder, into=demo.folder / "plots", reference_loss=("unigram entropy", entropy))
     for path in written:
         demo.screen.show(str(path))
     good = len(written) == 3 and all(path.stat().st_size > 0 for path in written)
@@ -404,7 +400,7 @@ HEIGHT = 9
 BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
-def loss_curve(losses: Sequence[float], *, width: int, marks: Sequence[tuple[int, str]] = ()) -> str:
+def loss_curve(losses: Sequence[float], *, width: int, marks: Sequence[tuple[int, str]]) -> str:
     """A text curve of `losses` by step, at most `width` columns wide, with a line below that names the step of each mark.
 
     Each column is the mean of its steps; the axis starts at the lowest loss, so that the drop is visible.

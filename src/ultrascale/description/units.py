@@ -86,22 +86,22 @@ def divisors(number: int) -> tuple[int, ...]:
 
 def format_bytes(value: float) -> str:
     """`17.0 GiB`: binary units, three figures."""
-    return _scaled(value, [(2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")], "B")
+    return _scaled(value, ("B", "KiB", "MiB", "GiB", "TiB"), 2**10)
 
 
 def format_bytes_per_second(value: float) -> str:
     """`450 GB/s`: decimal units, as vendors print bandwidth."""
-    return _scaled(value, [(10**12, "TB/s"), (10**9, "GB/s"), (10**6, "MB/s"), (10**3, "kB/s")], "B/s")
+    return _scaled(value, ("B/s", "kB/s", "MB/s", "GB/s", "TB/s"))
 
 
 def format_flops_per_second(value: float) -> str:
     """`989 TFLOP/s`."""
-    return _scaled(value, [(10**15, "PFLOP/s"), (10**12, "TFLOP/s"), (10**9, "GFLOP/s"), (10**6, "MFLOP/s")], "FLOP/s")
+    return _scaled(value, ("FLOP/s", "kFLOP/s", "MFLOP/s", "GFLOP/s", "TFLOP/s", "PFLOP/s"))
 
 
 def format_count(value: float) -> str:
     """`8.03B`, `4.19M`, `512`: parameters and tokens."""
-    return _scaled(value, [(10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "k")], "", space="")
+    return _scaled(value, ("", "k", "M", "B", "T"), space="")
 
 
 def format_hours(value: float) -> str:
@@ -136,7 +136,7 @@ def format_percent(value: float | None) -> str:
 def format_seconds(value: float) -> str:
     """`12.3 ms`, `4.56 s`, `1h02m`, `3d04h`; from two years on `5.3 years`."""
     if value < 60:
-        return _scaled(value, [(1, "s"), (1e-3, "ms")], "us", last=1e-6)
+        return _scaled(value, ("us", "ms", "s"), smallest=1e-6)
     seconds = round(value)
     days, hours, minutes = seconds // 86400, seconds % 86400 // 3600, seconds % 3600 // 60
     if days >= 2 * DAYS_OF_A_YEAR:
@@ -146,12 +146,12 @@ def format_seconds(value: float) -> str:
     return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{seconds % 60:02d}s"
 
 
-def _scaled(value: float, units: list[tuple[float, str]], smallest: str, *, last: float = 1, space: str = " ") -> str:
-    for size, unit in units:
-        # 999.5 of a unit would otherwise print as 1000.
-        if abs(value) >= size * 0.9995:
-            return f"{_three_figures(value / size)}{space}{unit}"
-    return f"{_three_figures(value / last)}{space if smallest else ''}{smallest}"
+def _scaled(value: float, units: Sequence[str], base: int = 1000, *, smallest: float = 1, space: str = " ") -> str:
+    """`value` in the largest of `units` of which it has one; each is `base` times the one before, the first `smallest`."""
+    sizes = [(smallest * base**power, unit) for power, unit in enumerate(units)]
+    # 999.5 of a unit would otherwise print as 1000.
+    size, unit = next((pair for pair in reversed(sizes) if abs(value) >= pair[0] * 0.9995), sizes[0])
+    return f"{_three_figures(value / size)}{space}{unit}"
 
 
 def _three_figures(value: float) -> str:

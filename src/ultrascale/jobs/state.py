@@ -22,8 +22,7 @@ EXIT_CODES = {"complete": 0, "stopped": 75, "failed": 1}
 
 def state_of(folder: Path) -> str:
     """State of the run in `folder`: one of `EXIT_CODES`."""
-    file = folder / "events.jsonl"
-    events = [event for row in (read_rows(file) if file.is_file() else ()) if (event := event_of(row)) is not None]
+    events = [event for row in read_rows(folder / "events.jsonl") if (event := event_of(row)) is not None]
     starts = [number for number, event in enumerate(events) if event.kind == "start"]
     if not starts:
         return "failed"

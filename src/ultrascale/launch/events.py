@@ -64,8 +64,8 @@ def seconds_between(earlier: Event, later: Event) -> float | None:
 
 
 def read_rows(path: Path) -> Iterable[object]:
-    """The file's lines as JSON; None for each invalid line, such as one truncated by a crash."""
-    for line in path.read_text(errors="replace").splitlines():
+    """The file's lines as JSON; None for each invalid line, such as one truncated by a crash. No lines if there is no file."""
+    for line in path.read_text(errors="replace").splitlines() if path.is_file() else ():
         if line.strip():
             try:
                 yield json.loads(line)
@@ -75,8 +75,7 @@ def read_rows(path: Path) -> Iterable[object]:
 
 def longest_seconds(metrics: Path, key: str) -> float:
     """Largest value of `key`, such as `perf/save_s`, in rows of a run's metrics; 0 if there is none."""
-    rows = read_rows(metrics) if metrics.is_file() else ()
-    values = [row.get(key) for row in rows if isinstance(row, dict)]
+    values = [row.get(key) for row in read_rows(metrics) if isinstance(row, dict)]
     return max((float(value) for value in values if isinstance(value, int | float) and _is_seconds(value)), default=0.0)
 
 
@@ -100,7 +99,7 @@ def event_of(row: object) -> Event | None:
         _is_seconds(when)
         and (monotonic is None or _is_seconds(monotonic))
         and all(isinstance(text, str) for text in (cause, node, boot))
-        and all(number is None or _is_count(number) for number in numbers)
+        and all(number is None or (type(number) is int and 0 <= number <= MOST_STEPS) for number in numbers)
         and all(row.get(key) is not None for key in NEEDED[kind])
     )
     if when is None or not good:
@@ -111,10 +110,6 @@ def event_of(row: object) -> Event | None:
 
 def _is_seconds(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MOST_SECONDS and isfinite(value)
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST_STEPS
 
 
 @cache

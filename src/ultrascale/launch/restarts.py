@@ -128,7 +128,7 @@ class _Stretch:
 
 def read_account(events: Path) -> RestartAccount:
     """The account of a run from its `events.jsonl`."""
-    return account_of(read_rows(events)) if events.is_file() else RestartAccount()
+    return account_of(read_rows(events))
 
 
 def account_of(rows: Iterable[object]) -> RestartAccount:

@@ -80,9 +80,7 @@ def _declare(folder: Path) -> Hang:
     with suppress(OSError):  # a full disk: kill the culprit all the same
         (folder / DUMP_MARK).touch()
     before = {beat.pid: _writing_stacks(beat.pid) for beat in beats}
-    for beat in beats:
-        with suppress(ProcessLookupError):
-            os.kill(beat.pid, STACK_SIGNAL)
+    _send(beats, STACK_SIGNAL)
     _wait_for_dumps(folder, [beat for beat in beats if beat.rank not in stopped], before)
     with _stopped_processes([beat for beat in beats if beat.rank not in stopped and stopped]):
         for beat in beats:
@@ -93,11 +91,15 @@ def _declare(folder: Path) -> Hang:
     with suppress(OSError):
         partial.write_text(json.dumps(asdict(hang)))
         partial.replace(folder / HANG_FILE)
-    for beat in beats:
-        if beat.rank in hang.culprits:
-            with suppress(ProcessLookupError):
-                os.kill(beat.pid, signal.SIGKILL)
+    _send([beat for beat in beats if beat.rank in hang.culprits], signal.SIGKILL)
     return hang
+
+
+def _send(beats: list[Heartbeat], number: int) -> None:
+    """Send a signal to the ranks that still exist."""
+    for beat in beats:
+        with suppress(ProcessLookupError):
+            os.kill(beat.pid, number)
 
 
 def _wait_for_dumps(folder: Path, beats: list[Heartbeat], before: dict[int, set[str]]) -> None:
@@ -129,14 +131,10 @@ def _wake_for_its_stack(folder: Path, beat: Heartbeat, before: set[str]) -> None
 def _stopped_processes(beats: list[Heartbeat]) -> Iterator[None]:
     """Context in which these ranks are suspended, so that a culprit that is continued cannot make progress with them."""
     try:
-        for beat in beats:
-            with suppress(ProcessLookupError):
-                os.kill(beat.pid, signal.SIGSTOP)
+        _send(beats, signal.SIGSTOP)
         yield
     finally:
-        for beat in beats:
-            with suppress(ProcessLookupError):
-                os.kill(beat.pid, signal.SIGCONT)
+        _send(beats, signal.SIGCONT)
 
 
 def _has_written(folder: Path, beat: Heartbeat, before: set[str]) -> bool:
@@ -167,17 +165,19 @@ def judge(beats: list[Heartbeat], stopped: list[int], lines: dict[int, str]) -> 
         details = "; ".join(f"rank {rank} {doing[rank]}" for rank in [*stopped, *waiting[:1]])
         why = f"{_names(stopped)} stopped by a signal (SIGSTOP, or a debugger)"
         return Hang(tuple(stopped), f"{prefix}: {why}: {details}", doing, steps)
+
+    def absent(culprits: list[int]) -> Hang:
+        where = "; ".join(f"rank {rank}: {doing[rank]}" for rank in culprits)
+        others = next(f"rank {rank} {text}" for rank, text in doing.items() if rank not in culprits)
+        return Hang(tuple(culprits), f"{prefix}: {where}, and did not come to where {others}", doing, steps)
+
     if busy and len(busy) < len(beats):
-        where = "; ".join(f"rank {rank}: {doing[rank]}" for rank in busy)
-        others = next(f"rank {beat.rank} {doing[beat.rank]}" for beat in beats if beat.waiting)
-        return Hang(tuple(busy), f"{prefix}: {where}, and did not come to where {others}", doing, steps)
+        return absent(busy)
     if (differing := disagreement(beats)) is not None:
         odd, text = differing
         return Hang(odd, f"{prefix}: {text}", doing, steps)
     if behind := _behind(beats):
-        where = "; ".join(f"rank {rank}: {doing[rank]}" for rank in behind)
-        others = next(f"rank {beat.rank} {doing[beat.rank]}" for beat in beats if beat.rank not in behind)
-        return Hang(tuple(behind), f"{prefix}: {where}, and did not come to where {others}", doing, steps)
+        return absent(behind)
     everybody = tuple(beat.rank for beat in beats)
     where = "; ".join(f"rank {rank} {text}" for rank, text in doing.items())
     return Hang(everybody, f"{prefix}: {where}{_elsewhere(beats)}", doing, steps)

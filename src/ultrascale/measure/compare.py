@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from ultrascale.console import plain_table
 from ultrascale.description.units import format_bytes
 from ultrascale.measure.memory import LiveMemory
 from ultrascale.plan.memory.ledger import CATEGORIES
@@ -55,12 +56,8 @@ def compare_run(plan: MemoryPlan, memory: LiveMemory) -> dict[str, Any]:
 
 def comparison_table(rows: list[Difference]) -> Table:
     """`rows` for a terminal."""
-    from rich.table import Table
-
-    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
-    table.add_column("memory at the peak", no_wrap=True)
-    for column in ("planned", "measured", "difference"):
-        table.add_column(column, justify="right", no_wrap=True)
+    columns = ("memory at the peak", "planned", "measured", "difference")
+    table = plain_table(*columns, left=columns[:1], whole=columns, pad_edge=True, padding=(0, 2, 0, 0))
     for row in rows:
         measured = "" if row.measured_bytes is None else format_bytes(row.measured_bytes)
         difference = "" if row.percent is None else f"{round(row.percent, 1) + 0.0:.1f}%"

@@ -34,6 +34,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -279,8 +280,13 @@ class LiveMemory(TorchDispatchMode):
                 after(*args)
             return result
 
-        setattr(owner, name, watched)
-        self._undo.append(lambda: setattr(owner, name, original))
+        self._replace(owner, name, watched)
+
+    def _replace(self, owner: Any, name: str, value: Any) -> None:
+        """Set an attribute until exit."""
+        replacement = patch.object(owner, name, value)
+        replacement.start()
+        self._undo.append(replacement.stop)
 
     @contextmanager
     def _in_region(self, region: str | None) -> Iterator[None]:

@@ -28,47 +28,27 @@ MARK_LETTERS = 50
 """Most characters in a line of a mark's text, which is vertical."""
 
 
-def plot_run(
-    metrics: Sequence[Mapping[str, Any]],
-    folder: Path,
-    *,
-    memory_timeline: Sequence[Mapping[str, Any]],
-    planned_peak_bytes: int | None,
-    reference_loss: tuple[str, float] | None,
-    timed_since: int = 0,
-    marks: Sequence[Mark],
-) -> list[Path]:
-    """Write `loss`, `tokens_per_second`, `noise_scale` and `memory_by_category.png` into `folder`, those with data.
+def plot_run_folder(folder: Path, *, into: Path | None = None, reference_loss: tuple[str, float] | None = None) -> list[Path]:
+    """Write `loss`, `tokens_per_second`, `noise_scale` and `memory_by_category.png` of the run in `folder`, those with data,
+    into its folder `plots`, or `into`.
 
-    `metrics`: rows of metrics.jsonl; `memory_timeline`: `LiveMemory.timeline()`; `reference_loss`: name and value of a line;
-    `timed_since`: first step of the median speed; `marks`: steps at which the run was killed, resumed, or changed its ranks.
-    Raises ModuleNotFoundError without matplotlib (extra `plot`).
+    `reference_loss`: name and value of a line. Raises ModuleNotFoundError without matplotlib (extra `plot`).
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    memory, metrics, marks = read_memory(folder), read_metrics(folder / "metrics.jsonl"), marks_of(folder)
+    into = into or folder / "plots"
+    into.mkdir(parents=True, exist_ok=True)
     written: list[Path] = []
     if any("train/loss" in row for row in metrics):
-        written.append(plot_loss(metrics, folder / "loss.png", reference=reference_loss, marks=marks))
+        written.append(plot_loss(metrics, into / "loss.png", reference=reference_loss, marks=marks))
     if any(row.get("perf/tokens_per_s") for row in metrics):
-        written.append(plot_tokens_per_second(metrics, folder / "tokens_per_second.png", since=timed_since, marks=marks))
+        since = last_timed_start(folder, metrics)
+        written.append(plot_tokens_per_second(metrics, into / "tokens_per_second.png", since=since, marks=marks))
     if any(row.get("train/noise_scale_tokens") for row in metrics):
-        written.append(plot_noise_scale(metrics, folder / "noise_scale.png"))
-    if memory_timeline:
-        written.append(plot_memory(memory_timeline, folder / "memory_by_category.png", planned_peak_bytes=planned_peak_bytes))
+        written.append(plot_noise_scale(metrics, into / "noise_scale.png"))
+    if timeline := memory.get("measured_timeline"):
+        planned = memory.get("planned_peak_bytes")
+        written.append(plot_memory(timeline, into / "memory_by_category.png", planned_peak_bytes=planned))
     return written
-
-
-def plot_run_folder(folder: Path, *, reference_loss: tuple[str, float] | None = None) -> list[Path]:
-    """Write the pictures of the run in `folder`, from its metrics.jsonl and memory.json, into its folder `plots`."""
-    memory, metrics = read_memory(folder), read_metrics(folder / "metrics.jsonl")
-    return plot_run(
-        metrics,
-        folder / "plots",
-        timed_since=last_timed_start(folder, metrics),
-        memory_timeline=memory.get("measured_timeline", ()),
-        planned_peak_bytes=memory.get("planned_peak_bytes"),
-        reference_loss=reference_loss,
-        marks=marks_of(folder),
-    )
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -102,8 +82,7 @@ def read_memory(folder: Path) -> dict[str, Any]:
 
 def last_timed_start(folder: Path, rows: Sequence[Mapping[str, Any]]) -> int:
     """Number of steps done at the last start (from the folder's events) with timed steps in `rows`; 0 if unknown."""
-    events = folder / "events.jsonl"
-    events_read = map(event_of, read_rows(events) if events.is_file() else ())
+    events_read = map(event_of, read_rows(folder / "events.jsonl"))
     starts = [event.step for event in events_read if event is not None and event.kind == "start" and event.step is not None]
     last = max((row["step"] for row in rows if row.get("perf/tokens_per_s") is not None), default=0)
     return next((step for step in reversed(starts) if step < last), 0)
@@ -146,14 +125,14 @@ def _draw_smoothed(axes: Any, rows: Sequence[Mapping[str, Any]], key: str, label
     return steps
 
 
-def smoothed(values: Sequence[float], share: float = 0.02) -> list[float]:
-    """Moving average of finite values: each with `share` of all values on either side (at least one neighbour). NaN where there
+def smoothed(values: Sequence[float]) -> list[float]:
+    """Moving average of finite values: each with 2% of all values on either side (at least one neighbour). NaN where there
     are none. The time is linear in `values`, of which a run of weeks has a million.
 
     Values are cut into blocks of a window's width: a window is the end of one block and the beginning of the next, whose sums
     hold no value from outside it. A difference of two sums would lose every value smaller than the rounding of a large one.
     """
-    reach, count = max(1, round(share * len(values))), len(values)
+    reach, count = max(1, round(0.02 * len(values))), len(values)
     width = 2 * reach + 1
     scale = 0.5 ** width.bit_length()  # no sum of a window overflows
     finite = [value * scale if isfinite(value) else 0.0 for value in values]

@@ -24,9 +24,8 @@ class Mark:
 
 def marks_of(folder: Path) -> list[Mark]:
     """Marks of the run in `folder`, in order; events at the same step are joined."""
-    events = folder / "events.jsonl"
     by_step: dict[int, list[str]] = {}
-    for mark in _marks([row for row in read_rows(events) if isinstance(row, dict)] if events.is_file() else []):
+    for mark in _marks([row for row in read_rows(folder / "events.jsonl") if isinstance(row, dict)]):
         if mark.text not in by_step.setdefault(mark.step, []):
             by_step[mark.step].append(mark.text)
     return [Mark(step, ", ".join(texts)) for step, texts in sorted(by_step.items())]

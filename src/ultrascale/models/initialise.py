@@ -70,14 +70,6 @@ def build_embedding(rows: int, width: int) -> nn.Embedding:
     return nn.Embedding(rows, width, _weight=weight if weight.is_meta else nn.init.normal_(weight))
 
 
-def initial_value(weight: Weight, seed: int, *, part: WeightShard | None = None) -> Tensor:
-    """Initial value of `weight`, or of a shard of it, fp32 on the CPU."""
-    part = part or _all_of(weight)
-    value = torch.empty(part.shape, dtype=torch.float32)
-    _fill(value, weight, part.offsets, seed, value.device)
-    return value
-
-
 def weight_seed(seed: int, name: str) -> int:
     """A distinct 63-bit seed for every (seed, name)."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()

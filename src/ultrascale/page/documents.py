@@ -130,8 +130,8 @@ def sweep_document(sweep: Mapping[str, Any]) -> Document:
     sections = [
         _section("Cells, the fastest first", "", _table(
             ["", "step", "planned", "tokens/s a rank", "MFU", "memory", "planned"], rows)),
-        _section("Memory, planned and measured", "On the diagonal the plan is right.", _points(memory, "planned", "measured")),
-        _section("Step time, planned and measured", "On the diagonal the plan is right.", _points(time, "planned", "measured")),
+        _section("Memory, planned and measured", "On the diagonal the plan is right.", _points(memory)),
+        _section("Step time, planned and measured", "On the diagonal the plan is right.", _points(time)),
         _section("Failed", "", _table(["", "outcome", "why"], [
             [", ".join(f"{key} {value}" for key, value in cell["values"].items()), cell["outcome"], cell["text"]]
             for cell in sweep["failed"]])),
@@ -235,8 +235,8 @@ def _sent(messages: Mapping[str, Any] | None) -> tuple[str, str]:
     return ("", "") if messages is None else (f"{messages['count']:,}", format_bytes(messages["num_bytes"]))
 
 
-def _points(points: list[dict[str, Any]], across: str, up: str) -> dict[str, Any] | None:
-    return {"kind": "points", "points": points, "across": across, "up": up} if len(points) > 1 else None
+def _points(points: list[dict[str, Any]]) -> dict[str, Any] | None:
+    return {"kind": "points", "points": points, "across": "planned", "up": "measured"} if len(points) > 1 else None
 
 
 def _point(words: str, x: float, y: float, text: Any) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from ultrascale.parallel.precision.mixed_precision import TORCH_DTYPE, apply_mix
 from ultrascale.parallel.share import TIED, LocalParameter, Share
 from ultrascale.parallel.tensor.tensor_parallel import apply_tensor_parallel
 from ultrascale.plan.time.stage_cut import stage_layers
-from ultrascale.schedules.actions import Kind
+from ultrascale.schedules.actions import splits_backward
 from ultrascale.schedules.build import smallest_schedule, stages_of_ranks
 from ultrascale.torch_private import expect_parts
 from ultrascale.work.sharding.places import WeightShard, shard_of
@@ -56,7 +56,11 @@ def build_share(
     """
     expect_parts()
     expect_trainable(model, layout)
-    if compile_blocks and layout.pp > 1 and _cuts_backward_passes(layout):
+    if (
+        compile_blocks
+        and layout.pp > 1
+        and splits_backward(*smallest_schedule(layout.schedule, layout.pp, layout.virtual_stages))
+    ):
         raise SpecError([compiled_halves(layout.schedule)])
     mesh = Mesh(model, layout, ranks)
     places = {weight.name: shard_of(weight, layout, mesh.coordinates) for weight in weights(model)}
@@ -121,12 +125,6 @@ def apply_attention(stage: Decoder, layout: Layout) -> None:
         core = "sdpa"
     if core not in ("auto", "fastest"):
         stage.make_mask = partial(attention_mask, core=core)
-
-
-def _cuts_backward_passes(layout: Layout) -> bool:
-    """True if some backward pass of the pipeline is split into an input-gradient (I) and a weight-gradient pass (W)."""
-    schedule = smallest_schedule(layout.schedule, layout.pp, layout.virtual_stages)
-    return any(part.kind is Kind.INPUT_GRADIENT for row in schedule for action in row for part in action.parts)
 
 
 def _bare_stages(model: Model, layout: Layout, mesh: Mesh, sequence_length: int) -> Iterator[tuple[int, Decoder]]:

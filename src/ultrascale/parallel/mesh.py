@@ -96,7 +96,7 @@ class Ranks:
             padded[: data.numel()] = data
             parts = [torch.zeros_like(padded) for _ in range(self.world)]
             dist.all_gather(parts, padded, group=self.host_group)
-        return [bytes(p[: int(n)].tolist()).decode() for p, n in zip(parts, lengths, strict=True)]
+        return [bytes(p[: int(n)].numpy()).decode() for p, n in zip(parts, lengths, strict=True)]
 
     def gather_json(self, value: Any) -> list[Any]:
         """Every rank's JSON value, on every rank; each a copy."""

@@ -68,7 +68,7 @@ CUDA are uncertain. Assumed: no scan of it exists. The median error of allocator
 a percent (docs/validation.md)."""
 
 
-def out_of_memory_risk(needed_bytes: float, capacity_bytes: float, *, is_replayed: bool = False) -> float:
+def out_of_memory_risk(needed_bytes: float, capacity_bytes: float, *, is_replayed: bool) -> float:
     """Probability, rounded to 1e-6, that a run fails out of memory. `is_replayed`: all of its tensors are replayed (our
     trainer)."""
     share = needed_bytes / capacity_bytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 from ultrascale.catalogue.cluster import Accelerator, Cluster
 from ultrascale.catalogue.stacks.stack import Overheads, Stack, program_overheads
@@ -39,6 +40,15 @@ class Workload:
         other = replace(self, sequences_per_batch=sequences)
         object.__setattr__(other, "priced_shapes", self.priced_shapes)
         return other
+
+    @property
+    def replayed(self) -> dict[str, Any]:
+        """Arguments of `plan.memory.replay.plan_memory`, but for the layout and the rank."""
+        return {
+            "model": self.model, "sequence_length": self.sequence_length, "sequences_per_batch": self.sequences_per_batch,
+            "documents": self.documents, "optimizer": self.stack.optimizer, "stack": self.stack,
+            "expert_imbalance": self.expert_imbalance,
+        }  # fmt: skip
 
     @property
     def accelerator(self) -> Accelerator:

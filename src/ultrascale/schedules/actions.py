@@ -7,6 +7,7 @@ the input, for which the previous stage waits, and those of the weights, for whi
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from enum import Enum
 from functools import lru_cache
 from typing import NamedTuple
@@ -60,28 +61,24 @@ class Action(NamedTuple):
         return f"{self.stage}{self.kind.value}{self.micro_batch}"
 
 
-@lru_cache(maxsize=MANY)
-def forward(stage: int, micro_batch: int) -> Action:
-    """F: one micro-batch through one stage."""
-    return Action(Kind.FORWARD, micro_batch, stage)
+def _pass_of(kind: Kind) -> Callable[[int, int], Action]:
+    """Action of a kind by stage and micro-batch, cached."""
+    return lru_cache(maxsize=MANY)(lambda stage, micro_batch: Action(kind, micro_batch, stage))
 
 
-@lru_cache(maxsize=MANY)
-def backward(stage: int, micro_batch: int) -> Action:
-    """B: all gradients of one micro-batch in one stage."""
-    return Action(Kind.BACKWARD, micro_batch, stage)
+forward = _pass_of(Kind.FORWARD)
+"""F: one micro-batch through one stage."""
+backward = _pass_of(Kind.BACKWARD)
+"""B: all gradients of one micro-batch in one stage."""
+input_gradient = _pass_of(Kind.INPUT_GRADIENT)
+"""I: the gradient of the stage's input."""
+weight_gradient = _pass_of(Kind.WEIGHT_GRADIENT)
+"""W: the gradients of the stage's weights."""
 
 
-@lru_cache(maxsize=MANY)
-def input_gradient(stage: int, micro_batch: int) -> Action:
-    """I: the gradient of the stage's input."""
-    return Action(Kind.INPUT_GRADIENT, micro_batch, stage)
-
-
-@lru_cache(maxsize=MANY)
-def weight_gradient(stage: int, micro_batch: int) -> Action:
-    """W: the gradients of the stage's weights."""
-    return Action(Kind.WEIGHT_GRADIENT, micro_batch, stage)
+def splits_backward(*rows: Sequence[Action]) -> bool:
+    """True if backward passes in these actions of ranks are in halves, I and W."""
+    return any(part.kind is Kind.INPUT_GRADIENT for row in rows for action in row for part in action.parts)
 
 
 def overlapped(ahead: Action, back: Action) -> Action:

@@ -58,7 +58,7 @@ def _stages(name: str, virtual_stages: int | None) -> dict[str, int]:
     return {"virtual_stages": virtual_stages or DEFAULT_VIRTUAL_STAGES} if SCHEDULES[name].virtual_stages is None else {}
 
 
-def schedule_problems(name: str, pp: int, num_micro_batches: int, virtual_stages: int | None = None) -> list[Problem]:
+def schedule_problems(name: str, pp: int, num_micro_batches: int, virtual_stages: int | None) -> list[Problem]:
     """Problems of these numbers with the schedule `name` of `SCHEDULES`; keys as in `Layout`."""
     known = SCHEDULES[name]
     fixed_stages = known.virtual_stages
@@ -87,7 +87,7 @@ def stages_of_ranks(name: str, pp: int, virtual_stages: int | None = None) -> li
     return [[stage for stage, ranks in enumerate(ranks_by_stage) if rank in ranks] for rank in range(len(schedule))]
 
 
-def smallest_schedule(name: str, pp: int, virtual_stages: int | None = None) -> list[list[Action]]:
+def smallest_schedule(name: str, pp: int, virtual_stages: int | None) -> list[list[Action]]:
     """A small step in which every stage runs a micro-batch on every rank that holds it: a file's own step, else one of two
     micro-batches."""
     return read_schedule(Path(name)) if is_file(name) else build_schedule(name, pp, 2, virtual_stages)

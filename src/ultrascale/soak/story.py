@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -15,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
+from ultrascale.check.oracle.messages import same_bits
 from ultrascale.checkpoint import load_full, newest_valid
 from ultrascale.config.resolve import to_toml
 from ultrascale.config.rules.time_limits import GRACE_SECONDS, TORCHRUN_GRACE
@@ -25,6 +24,7 @@ from ultrascale.description.architecture.model import Model
 from ultrascale.description.layout import Layout
 from ultrascale.description.problems import mistake
 from ultrascale.description.run import Batch, Checkpoint, Data, Faults, Log, Optimizer, Run, Source
+from ultrascale.launch.events import read_rows
 from ultrascale.launch.orphans import terminate_with_parent
 from ultrascale.launch.restarts import RestartAccount, read_account
 from ultrascale.soak.launcher import WITHOUT_END
@@ -267,8 +267,10 @@ def strikes_of(
     strikes = []
     for (fault, when), end in zip(struck, ends, strict=True):
         after = [event for event in events if event["time"] >= when]
-        if over is not None and fault.number in over and not _has_failed(after, over[fault.number]):
-            strikes.append(_gone_over(fault, when, over[fault.number], after))
+        gone = (over or {}).get(fault.number)
+        failed = (e for e in after if e["event"] in ("failure", "rewind", "start") and e["time"] < (gone or 0.0))
+        if gone is not None and not any(failed):
+            strikes.append(_gone_over(fault, when, gone, after))
             continue
         answers = [e for e in after if e["event"] in ("failure", "stop", "rewind", "start") and e["time"] < end]
         if not answers and end < float("inf"):
@@ -287,10 +289,6 @@ def strikes_of(
             )
         )  # fmt: skip
     return strikes
-
-
-def _has_failed(after: list[dict[str, Any]], until: float) -> bool:
-    return any(event["event"] in ("failure", "rewind", "start") and event["time"] < until for event in after)
 
 
 def _gone_over(fault: Planted, when: float, until: float, after: list[dict[str, Any]]) -> Strike:
@@ -330,18 +328,8 @@ def same_state(first: Run, second: Run) -> bool:
     return left.keys() == right.keys() and all(same_bits(left[name], right[name]) for name in left)
 
 
-def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """True if two tensors have the same dtype, shape and bits. For `torch.equal` -0.0 equals 0.0, and no NaN equals itself."""
-    if first.dtype != second.dtype or first.shape != second.shape:
-        return False
-    left, right = (tensor.contiguous().flatten().view(torch.uint8) for tensor in (first, second))
-    return torch.equal(left, right)
-
-
 def _events(run: Run) -> list[dict[str, Any]]:
-    path = RunFolder.of(run).path / "events.jsonl"
-    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
-    return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
+    return [row for row in read_rows(RunFolder.of(run).path / "events.jsonl") if isinstance(row, dict)]
 
 
 def _last_event(run: Run) -> str:

@@ -13,10 +13,9 @@ import math
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from functools import cache
-from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from ultrascale.storage.errors import MissingError, RefusedError, StorageError
@@ -115,20 +114,10 @@ class HubStore(Store):
             if hasattr(entry, "size"):
                 yield _stored(entry, _PATH.sub(r"\1.\2", entry.path.removeprefix(self._folder)))
 
-    def write(self, key: str, data: bytes | memoryview) -> None:
-        self._refuse()
-
-    def write_file(self, key: str, path: Path) -> None:
-        self._refuse()
-
-    def publish(self, key: str, data: bytes, *, replacing: Version | None) -> Version:
-        self._refuse()
-
-    def remove(self, keys: Iterable[str]) -> None:
-        self._refuse()
-
-    def _refuse(self) -> NoReturn:
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise RefusedError(f"{self.url} {READ_ONLY}.")
+
+    write = write_file = publish = remove = _refuse
 
     def _path(self, key: str) -> str:
         """Path in the repository."""

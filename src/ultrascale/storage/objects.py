@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ultrascale.storage.errors import ConflictError, DamagedError, MissingError, RefusedError, StorageError
-from ultrascale.storage.store import PAUSE_SECONDS, READS, Block, Store, Stored, Version
+from ultrascale.storage.store import PAUSE_SECONDS, READS, Block, Store, Stored, Version, with_retries
 
 T = TypeVar("T")
 CONNECT_SECONDS, REQUEST_SECONDS = 10, 300
@@ -145,16 +145,7 @@ class ObjectStore(Store):
 
     def _read(self, key: str, work: Callable[[], T]) -> T:
         """Result of `work`; a response that breaks off is requested again."""
-        for attempt in range(1, READS + 1):
-            try:
-                return self._do(key, work)
-            except (MissingError, RefusedError):
-                raise
-            except StorageError:
-                if attempt == READS:
-                    raise
-                time.sleep(PAUSE_SECONDS)
-        raise AssertionError
+        return with_retries(lambda: self._do(key, work))
 
     def _do(self, key: str, work: Callable[[], T]) -> T:
         try:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -19,8 +18,8 @@ from typing import TypeVar
 
 from ultrascale.failpoints import failpoint
 from ultrascale.storage.checksum import combine_crc32, crc32
-from ultrascale.storage.errors import DamagedError, MissingError, RefusedError, StorageError
-from ultrascale.storage.store import PAUSE_SECONDS, READS, Block, Store
+from ultrascale.storage.errors import DamagedError, MissingError
+from ultrascale.storage.store import Block, Store, with_retries
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -161,28 +160,20 @@ def _read_part(store: Store, key: str, part: Part, put: Callable[[Block, int], N
 
     A part that arrives truncated or corrupted is requested again, and passed to `put` again from its start.
     """
-    failure: StorageError | None = None
-    for attempt in range(READS):
-        time.sleep(PAUSE_SECONDS * (attempt > 0))
+
+    def read() -> None:
         crc, size = 0, 0
-        try:
-            for block in store.blocks(key):
-                if size + len(block) <= part.bytes:
-                    put(block, size)
-                crc, size = crc32(block, crc), size + len(block)
-        except MissingError as error:
-            raise DamagedError(f"{store.where(key)} is missing. Use another checkpoint.") from error
-        except RefusedError:
-            raise
-        except StorageError as error:
-            failure = error
-            continue
-        problem = _problem(size, crc & 0xFFFFFFFF, part)
-        if not problem:
-            return
-        failure = DamagedError(f"{store.where(key)}: {problem}. Use another checkpoint.")
-    assert failure is not None
-    raise failure
+        for block in store.blocks(key):
+            if size + len(block) <= part.bytes:
+                put(block, size)
+            crc, size = crc32(block, crc), size + len(block)
+        if problem := _problem(size, crc & 0xFFFFFFFF, part):
+            raise DamagedError(f"{store.where(key)}: {problem}. Use another checkpoint.")
+
+    try:
+        with_retries(read)
+    except MissingError as error:
+        raise DamagedError(f"{store.where(key)} is missing. Use another checkpoint.") from error
 
 
 def _problem(size: int, crc: int, part: Part) -> str:

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from ultrascale.storage.errors import DamagedError, MissingError, RefusedError, StorageError
 
@@ -21,6 +21,21 @@ Block: TypeAlias = bytes | memoryview
 READS = 3
 """Attempts to read a response that breaks off; requests without a response are retried below this level."""
 PAUSE_SECONDS = 0.2
+T = TypeVar("T")
+
+
+def with_retries(read: Callable[[], T]) -> T:
+    """Result of `read`; what breaks off or arrives damaged is requested again, READS times in all."""
+    for attempt in range(1, READS + 1):
+        try:
+            return read()
+        except (MissingError, RefusedError):
+            raise
+        except StorageError:
+            if attempt == READS:
+                raise
+            time.sleep(PAUSE_SECONDS)
+    raise AssertionError
 
 
 @dataclass(frozen=True)
@@ -89,29 +104,22 @@ class Store(ABC):
         `after_block`: called with the bytes of each block; repeated blocks do not count. Raises DamagedError if the length
         differs from the listing's, OSError.
         """
-        failure: StorageError | None = None
         reported = 0
-        for attempt in range(READS):
-            time.sleep(PAUSE_SECONDS * (attempt > 0))
-            try:
-                with open(path, "wb") as file:
-                    for block in self.blocks(stored.key):
-                        file.write(block)
-                        after_block(max(0, file.tell() - reported))
-                        reported = max(reported, file.tell())
-                    size = file.tell()
-                    file.flush()
-                    os.fsync(file.fileno())
-            except (MissingError, RefusedError):
-                raise
-            except StorageError as error:
-                failure = error
-                continue
-            if size == stored.bytes:
-                return
-            failure = DamagedError(f"{self.where(stored.key)} came as {size:,} bytes, expected {stored.bytes:,}. Try again.")
-        assert failure is not None
-        raise failure
+
+        def read() -> None:
+            nonlocal reported
+            with open(path, "wb") as file:
+                for block in self.blocks(stored.key):
+                    file.write(block)
+                    after_block(max(0, file.tell() - reported))
+                    reported = max(reported, file.tell())
+                size = file.tell()
+                file.flush()
+                os.fsync(file.fileno())
+            if size != stored.bytes:
+                raise DamagedError(f"{self.where(stored.key)} came as {size:,} bytes, expected {stored.bytes:,}. Try again.")
+
+        with_retries(read)
 
     @abstractmethod
     def write(self, key: str, data: bytes | memoryview) -> None:

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count as count_from
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -34,7 +35,7 @@ from ultrascale.plan.memory.replay import num_micro_batches
 from ultrascale.schedules.actions import Action
 from ultrascale.schedules.actions import Kind as ActionKind
 from ultrascale.torch_private import pad_shards
-from ultrascale.trace.recording.pretend import pretended_rank, replaced
+from ultrascale.trace.recording.pretend import pretended_rank
 from ultrascale.trace.recording.record import RankTrace
 from ultrascale.trace.recording.recorder import Recorder, TraceError
 from ultrascale.trace.views.lines import is_code, line_of_error
@@ -201,9 +202,9 @@ def balanced_routing() -> Iterator[None]:
         return len(pairs)
 
     with (
-        replaced(Dispatch, "start", start_knowing),
-        replaced(expert_dispatch, "_to_host", to_host),
-        replaced(experts, "num_kept", all_kept),
+        patch.object(Dispatch, "start", start_knowing),
+        patch.object(expert_dispatch, "_to_host", to_host),
+        patch.object(experts, "num_kept", all_kept),
     ):
         yield
 

@@ -86,10 +86,10 @@ class Feed:
     say: Callable[[str], None]
     lock: threading.Lock
     """Lock of `record`, which the feeds of a run share."""
+    ending: Callable[[], str]
+    pauses: Pauses
     over: threading.Event = field(default_factory=threading.Event)
     """Set when no more rows will come."""
-    ending: Callable[[], str] = lambda: "crash"
-    pauses: Pauses = Pauses()
     done: bool = field(default=False, init=False)
     _tracker: Tracker | None = field(default=None, init=False)
     _last: int = field(default=0, init=False)

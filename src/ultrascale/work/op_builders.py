@@ -117,7 +117,7 @@ def in_own_fp8(shape: Shape, source: Source) -> bool:
 
 
 def fp8_scratch_bytes(
-    shape: Shape, source: Source, n: int, columns: int, rows: int, *, experts: int = 1, biased_bytes: int = 0
+    shape: Shape, source: Source, n: int, columns: int, rows: int, *, experts: int = 1, biased_bytes: int
 ) -> tuple[int, int]:
     """Temporary bytes besides a GEMM, if in fp8, and its two backward GEMMs: the quantised weight, and before that its fp32
     quotient; the gradient in the two forms that the GEMMs need, each first scaled and divided in fp32; and during the GEMMs, on

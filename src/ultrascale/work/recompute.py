@@ -303,7 +303,7 @@ def _with_rotary(members: tuple[Op, ...], ops: tuple[Op, ...], drops: set[str]) 
 # Results
 
 
-def saved_results(ops: tuple[Op, ...], recompute: BlockRecompute, selective: Selective = "elementwise") -> frozenset[str]:
+def saved_results(ops: tuple[Op, ...], recompute: BlockRecompute, selective: Selective) -> frozenset[str]:
     """Names of the activations saved by a block that is recomputed except for results of some operations. `selective`: the
     stack's definition, if `recompute` names no kinds."""
     kept = [op for op in ops if op.is_saved(recompute.kinds)]
@@ -368,7 +368,7 @@ def adds_bias_apart(op: Op) -> bool:
 
 
 def saved_bytes_by_kind(
-    ops: tuple[Op, ...], recompute: BlockRecompute | None, hidden_bytes: int, selective: Selective = "modules"
+    ops: tuple[Op, ...], recompute: BlockRecompute | None, hidden_bytes: int, selective: Selective
 ) -> dict[str, int]:
     """Bytes a block holds between forward and backward, by the kind of operation that produced them; `residual` is the stream.
     `selective`: the stack's definition."""

@@ -7,8 +7,9 @@ trainer, in memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import ChainMap
+from collections.abc import Callable
+from contextlib import nullcontext
 
 from ultrascale.check.faults import (
     faults_context,
@@ -19,19 +20,17 @@ from ultrascale.check.faults import (
     faults_step,
     faults_tensor,
 )
-from ultrascale.check.faults.plants import PLANTS
+from ultrascale.check.faults.table import FAULTS, Plant
 from ultrascale.train.trainer import Trainer
 
-MODULES = (faults_step, faults_dropout, faults_data, faults_tensor, faults_context, faults_pipeline, faults_experts)
+_MODULES = (faults_step, faults_dropout, faults_data, faults_tensor, faults_context, faults_pipeline, faults_experts)
+_CODE = ChainMap(*(vars(module) for module in _MODULES))
+PLANTS: dict[str, Callable[[Trainer], Plant]] = {name: _CODE[f"_{name}".replace("-", "_")] for name in FAULTS}
+"""Functions that plant the faults, each named as its fault."""
 CLASSIC = ("missing-reduce", "mean-of-means", "counted-twice", "shifted-batch")
 """Names of faults that fit any run of several data-parallel ranks."""
 
 
-@contextmanager
-def planted(fault: str | None, trainer: Trainer) -> Iterator[None]:
+def planted(fault: str | None, trainer: Trainer) -> Plant:
     """Context in which `trainer` has the fault. None plants nothing. Raises KeyError for an unknown fault."""
-    if fault is None:
-        yield
-        return
-    with PLANTS[fault](trainer):
-        yield
+    return nullcontext() if fault is None else PLANTS[fault](trainer)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ultrascale.check.faults.plants import Plant, plants
+from ultrascale.check.faults.table import Plant
 from ultrascale.kernels.loss.cross_entropy import IGNORED
 from ultrascale.parallel.context import context_attention, context_gather, context_masks, context_ring
 from ultrascale.parallel.context.context_parallel import LocalBatch
@@ -26,8 +26,7 @@ def _changed(trainer: Trainer, change: Callable[[MicroBatch], MicroBatch]) -> Pl
     return patch.object(trainer, "to_device", lambda sequences: change(to_device(sequences)))
 
 
-@plants("cp-rope-restarted")
-def _rope_restarted(trainer: Trainer) -> Plant:
+def _cp_rope_restarted(trainer: Trainer) -> Plant:
     def restarted(batch: MicroBatch) -> MicroBatch:
         assert batch.positions is not None
         return replace(batch, positions=torch.arange(batch.positions.shape[-1]).expand_as(batch.positions))
@@ -35,8 +34,7 @@ def _rope_restarted(trainer: Trainer) -> Plant:
     return _changed(trainer, restarted)
 
 
-@plants("cp-order")
-def _order(trainer: Trainer) -> Plant:
+def _cp_order(trainer: Trainer) -> Plant:
     shard_batch = micro_batches.shard_batch
 
     def shifted(*arrays: Any, **options: Any) -> LocalBatch:
@@ -47,8 +45,7 @@ def _order(trainer: Trainer) -> Plant:
     return patch.object(micro_batches, "shard_batch", shifted)
 
 
-@plants("cp-targets")
-def _targets(trainer: Trainer) -> Plant:
+def _cp_targets(trainer: Trainer) -> Plant:
     def rolled(batch: MicroBatch) -> MicroBatch:
         targets = torch.where(batch.targets == IGNORED, IGNORED, batch.tokens.roll(-1, dims=1))
         return replace(batch, targets=targets)
@@ -56,8 +53,7 @@ def _targets(trainer: Trainer) -> Plant:
     return _changed(trainer, rolled)
 
 
-@plants("cp-weights-of-parts")
-def _weights_of_parts(trainer: Trainer) -> Plant:
+def _cp_weights_of_parts(trainer: Trainer) -> Plant:
     def averaged(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
         out.lerp_(part.to(out.dtype), 0.5)
         torch.logaddexp(lse, part_lse, out=lse)
@@ -65,8 +61,7 @@ def _weights_of_parts(trainer: Trainer) -> Plant:
     return patch.object(context_attention, "join", averaged)
 
 
-@plants("cp-own-lse")
-def _local_lse(trainer: Trainer) -> Plant:
+def _cp_own_lse(trainer: Trainer) -> Plant:
     backward = context_attention.attend_backward
 
     def alone(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, **options: Any) -> Any:
@@ -76,9 +71,8 @@ def _local_lse(trainer: Trainer) -> Plant:
     return patch.object(context_attention, "attend_backward", alone)
 
 
-@plants("cp-gradients-lost")
 @contextmanager
-def _gradients_lost(trainer: Trainer) -> Iterator[None]:
+def _cp_gradients_lost(trainer: Trainer) -> Iterator[None]:
     ring, scattered = context_ring.RingGradients.received, context_gather.ScatteredGradients.received
 
     def lost(received: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -91,8 +85,7 @@ def _gradients_lost(trainer: Trainer) -> Iterator[None]:
         yield
 
 
-@plants("cp-documents-seen")
-def _documents_seen(trainer: Trainer) -> Plant:
+def _cp_documents_seen(trainer: Trainer) -> Plant:
     visible = context_masks._visible
 
     def blind(rows: Any, place: int, source: int, view: Any, document_ids: Any, *rest: Any) -> Tensor:

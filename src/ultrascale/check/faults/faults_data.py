@@ -10,7 +10,7 @@ from unittest.mock import patch
 import torch.distributed as dist
 from torch import Tensor
 
-from ultrascale.check.faults.plants import Plant, plants
+from ultrascale.check.faults.table import Plant
 from ultrascale.check.faults.table import micro_batches as count_micro_batches
 from ultrascale.parallel.data.collectives import DirectReduceScatter
 from ultrascale.parallel.data.data_parallel import sharded_modules
@@ -45,30 +45,25 @@ def _all_reduce(change: Callable[[Tensor], Any], *, skips: bool) -> Plant:
     return patch.object(dist, "all_reduce", call)
 
 
-@plants("missing-reduce")
 @contextmanager
 def _missing_reduce(trainer: Trainer) -> Iterator[None]:
     with _all_reduce(lambda tensor: None, skips=True), patch.object(DirectReduceScatter, "__call__", _scattered_alone):
         yield
 
 
-@plants("missing-scatter")
 def _missing_scatter(trainer: Trainer) -> Plant:
     return patch.object(DirectReduceScatter, "__call__", _scattered_alone)
 
 
-@plants("missing-replicas")
 def _missing_replicas(trainer: Trainer) -> Plant:
     return _all_reduce(lambda tensor: None, skips=True)
 
 
-@plants("reduced-twice")
 def _reduced_twice(trainer: Trainer) -> Plant:
     ranks = trainer.run.layout.group("replicate")[0]
     return _all_reduce(lambda tensor: tensor.mul_(ranks), skips=False)
 
 
-@plants("averaged")
 def _averaged(trainer: Trainer) -> Plant:
     finish, ranks = trainer.share.finish_gradients, trainer.run.layout.dp * trainer.run.layout.cp
 
@@ -81,7 +76,6 @@ def _averaged(trainer: Trainer) -> Plant:
     return patch.object(trainer.share, "finish_gradients", divided)
 
 
-@plants("accumulation-reset")
 def _accumulation_reset(trainer: Trainer) -> Plant:
     on_action = trainer.passes.on_action
 
@@ -104,7 +98,6 @@ def _forget(stage: Any) -> None:
                 parameter.unsharded_accumulated_grad = None
 
 
-@plants("moving-average")
 def _moving_average(trainer: Trainer) -> Plant:
     train, count = trainer.passes.train, count_micro_batches(trainer.run)
 

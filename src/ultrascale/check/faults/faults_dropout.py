@@ -8,14 +8,13 @@ from unittest.mock import patch
 
 import torch
 
-from ultrascale.check.faults.plants import Plant, plants
+from ultrascale.check.faults.table import Plant
 from ultrascale.kernels import dropout
 from ultrascale.train.micro_batches import MicroBatch
 from ultrascale.train.trainer import Trainer
 
 
-@plants("dropout-own-places")
-def _local_places(trainer: Trainer) -> Plant:
+def _dropout_own_places(trainer: Trainer) -> Plant:
     to_device = trainer.to_device
 
     def with_local_places(sequences: Any) -> MicroBatch:
@@ -26,8 +25,7 @@ def _local_places(trainer: Trainer) -> Plant:
     return patch.object(trainer, "to_device", with_local_places)
 
 
-@plants("dropout-same-on-ranks")
-def _same_on_ranks(trainer: Trainer) -> Plant:
+def _dropout_same_on_ranks(trainer: Trainer) -> Plant:
     to_device, layout, dp = trainer.to_device, trainer.run.layout, trainer.share.mesh.coordinates.dp
 
     def first(sequences: Any) -> MicroBatch:
@@ -36,8 +34,7 @@ def _same_on_ranks(trainer: Trainer) -> Plant:
     return patch.object(trainer, "to_device", first)
 
 
-@plants("dropout-drawn-again")
-def _drawn_again(trainer: Trainer) -> Plant:
+def _dropout_drawn_again(trainer: Trainer) -> Plant:
     calls, dropped = iter(range(1 << 30)), dropout.dropped
 
     def others(keys: torch.Tensor, site: int, width: int, rate: float) -> torch.Tensor:

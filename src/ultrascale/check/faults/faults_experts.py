@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ultrascale.check.faults.plants import Plant, plants
+from ultrascale.check.faults.table import Plant
 from ultrascale.models.experts import GroupedLinear, RoutingStatistics, moe_layers
 from ultrascale.parallel.expert import expert_dispatch
 from ultrascale.parallel.share import local
@@ -32,24 +32,20 @@ def _after_backward(trainer: Trainer, change: Callable[[Tensor], Any]) -> Plant:
     return patch.object(trainer.share, "finish_gradients", changed)
 
 
-@plants("expert-gradients-doubled")
-def _gradients_doubled(trainer: Trainer) -> Plant:
+def _expert_gradients_doubled(trainer: Trainer) -> Plant:
     return _after_backward(trainer, lambda gradient: gradient.mul_(trainer.run.layout.ep))
 
 
-@plants("expert-gradients-mixed")
-def _gradients_mixed(trainer: Trainer) -> Plant:
+def _expert_gradients_mixed(trainer: Trainer) -> Plant:
     group = trainer.share.mesh.group("ep")
     return _after_backward(trainer, lambda gradient: dist.all_reduce(gradient, group=group))
 
 
-@plants("expert-gradients-averaged")
-def _gradients_averaged(trainer: Trainer) -> Plant:
+def _expert_gradients_averaged(trainer: Trainer) -> Plant:
     # What a rank alone had is gone after the sum; the mean over ranks is as wrong.
     return _after_backward(trainer, lambda gradient: gradient.div_(trainer.run.layout.expert_dp))
 
 
-@plants("router-detached")
 def _router_detached(trainer: Trainer) -> Plant:
     weighted_sum = expert_dispatch.weighted_sum
 
@@ -59,14 +55,12 @@ def _router_detached(trainer: Trainer) -> Plant:
     return patch.object(expert_dispatch, "weighted_sum", detached)
 
 
-@plants("expert-rows-unsorted")
-def _rows_unsorted(trainer: Trainer) -> Plant:
+def _expert_rows_unsorted(trainer: Trainer) -> Plant:
     return patch.object(expert_dispatch, "put_back", lambda rows, order: rows)
 
 
-@plants("expert-bias-everywhere")
 @contextmanager
-def _bias_everywhere(trainer: Trainer) -> Iterator[None]:
+def _expert_bias_everywhere(trainer: Trainer) -> Iterator[None]:
     modules = [module for stage in trainer.share.stages.values() for module in stage.modules()]
     quiet = [module for module in modules if isinstance(module, GroupedLinear) and not module.adds_bias]
     with torch.no_grad():  # biases begin at zero, where it makes no difference
@@ -80,16 +74,14 @@ def _bias_everywhere(trainer: Trainer) -> Iterator[None]:
         module.adds_bias = False
 
 
-@plants("router-counts-overwritten")
-def _counts_overwritten(trainer: Trainer) -> Plant:
+def _router_counts_overwritten(trainer: Trainer) -> Plant:
     def overwrite(statistics: RoutingStatistics, counts: Tensor, auxiliary: Tensor | None) -> None:
         statistics.counts, statistics.auxiliary = counts, auxiliary
 
     return patch.object(RoutingStatistics, "add", overwrite)
 
 
-@plants("router-counts-twice")
-def _counts_twice(trainer: Trainer) -> Plant:
+def _router_counts_twice(trainer: Trainer) -> Plant:
     add = RoutingStatistics.add
 
     def twice(statistics: RoutingStatistics, counts: Tensor, auxiliary: Tensor | None) -> None:
@@ -99,8 +91,7 @@ def _counts_twice(trainer: Trainer) -> Plant:
     return patch.object(RoutingStatistics, "add", twice)
 
 
-@plants("expert-bias-local")
-def _bias_local(trainer: Trainer) -> Plant:
+def _expert_bias_local(trainer: Trainer) -> Plant:
     apply = trainer.apply
 
     def alone(gradients: Any) -> Any:
@@ -110,7 +101,6 @@ def _bias_local(trainer: Trainer) -> Plant:
     return patch.object(trainer, "apply", alone)
 
 
-@plants("auxiliary-scale")
 def _auxiliary_scale(trainer: Trainer) -> Plant:
     scale = passes.scale_auxiliary_losses
     ranks = trainer.run.layout.tp * trainer.run.layout.cp
@@ -118,7 +108,6 @@ def _auxiliary_scale(trainer: Trainer) -> Plant:
     return patch.object(passes, "scale_auxiliary_losses", lambda stage, factor: scale(stage, factor * ranks))
 
 
-@plants("auxiliary-counts")
 @contextmanager
 def _auxiliary_counts(trainer: Trainer) -> Iterator[None]:
     layers = [layer for stage in trainer.share.stages.values() for _, layer in moe_layers(stage)]

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from ultrascale.check.faults.plants import Plant, plants
+from ultrascale.check.faults.table import Plant
 from ultrascale.parallel.pipeline import pipeline_passes
 from ultrascale.parallel.pipeline.pipeline_passes import Passing
 from ultrascale.parallel.pipeline.pipeline_weights import Waiting
@@ -18,8 +18,7 @@ from ultrascale.schedules.actions import Action
 from ultrascale.train.trainer import Trainer
 
 
-@plants("pp-order")
-def _order(trainer: Trainer) -> Plant:
+def _pp_order(trainer: Trainer) -> Plant:
     train = trainer.passes.train
 
     def reordered(micro_batches: Any, num_targets: int) -> Any:
@@ -30,8 +29,7 @@ def _order(trainer: Trainer) -> Plant:
     return patch.object(trainer.passes, "train", reordered)
 
 
-@plants("pp-gradient-dropped")
-def _gradient_dropped(trainer: Trainer) -> Plant:
+def _pp_gradient_dropped(trainer: Trainer) -> Plant:
     backward = Passing._backward
 
     def dropping(passing: Passing, part: Action, gradient: Tensor | None) -> Tensor | None:
@@ -41,8 +39,7 @@ def _gradient_dropped(trainer: Trainer) -> Plant:
     return patch.object(Passing, "_backward", dropping)
 
 
-@plants("pp-documents")
-def _documents(trainer: Trainer) -> Plant:
+def _pp_documents(trainer: Trainer) -> Plant:
     forward = trainer.passes.forward
 
     def blind(batch: Any, *, stage: int = 0, received: Tensor | None = None) -> Tensor:
@@ -52,8 +49,7 @@ def _documents(trainer: Trainer) -> Plant:
     return patch.object(trainer.passes, "forward", blind)
 
 
-@plants("pp-tied")
-def _tied(trainer: Trainer) -> Plant:
+def _pp_tied(trainer: Trainer) -> Plant:
     return patch.object(Share, "_sum_tied", lambda share: None)
 
 
@@ -68,13 +64,11 @@ def _twice(method: str) -> Plant:
     return patch.object(Share, method, twice)
 
 
-@plants("pp-tied-twice")
-def _tied_twice(trainer: Trainer) -> Plant:
+def _pp_tied_twice(trainer: Trainer) -> Plant:
     return _twice("_sum_tied")
 
 
-@plants("pp-tied-updated-twice")
-def _tied_updated_twice(trainer: Trainer) -> Plant:
+def _pp_tied_updated_twice(trainer: Trainer) -> Plant:
     update = trainer.update
 
     def twice(norm: float) -> float:
@@ -89,8 +83,7 @@ def _tied_updated_twice(trainer: Trainer) -> Plant:
     return patch.object(trainer, "update", twice)
 
 
-@plants("pp-weights-dropped")
-def _weights_dropped(trainer: Trainer) -> Plant:
+def _pp_weights_dropped(trainer: Trainer) -> Plant:
     make = pipeline_passes.make_gradients
 
     def forgetful(waiting: Waiting) -> None:
@@ -99,18 +92,15 @@ def _weights_dropped(trainer: Trainer) -> Plant:
     return patch.object(pipeline_passes, "make_gradients", forgetful)
 
 
-@plants("pp-mirror")
-def _mirror(trainer: Trainer) -> Plant:
+def _pp_mirror(trainer: Trainer) -> Plant:
     return patch.object(Share, "_sum_mirrors", lambda share: None)
 
 
-@plants("pp-mirror-twice")
-def _mirror_twice(trainer: Trainer) -> Plant:
+def _pp_mirror_twice(trainer: Trainer) -> Plant:
     return _twice("_sum_mirrors")
 
 
-@plants("pp-mirror-drifts")
-def _mirror_drifts(trainer: Trainer) -> Plant:
+def _pp_mirror_drifts(trainer: Trainer) -> Plant:
     sum_mirrors = Share._sum_mirrors
 
     def leave_mirrors_apart(share: Share) -> None:
@@ -125,6 +115,5 @@ def _mirror_drifts(trainer: Trainer) -> Plant:
     return patch.object(Share, "_sum_mirrors", leave_mirrors_apart)
 
 
-@plants("norm-of-mirrors")
 def _norm_of_mirrors(trainer: Trainer) -> Plant:
     return patch.object(Share, "_counts", lambda share, shard: not shard.is_second and not shard.weight_shard.tp_copy)

@@ -10,13 +10,12 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from ultrascale.check.faults.plants import Plant, plants
+from ultrascale.check.faults.table import Plant
 from ultrascale.description.progress import StepSpan
 from ultrascale.parallel.share import TIED, LocalParameter, Share, local
 from ultrascale.train.trainer import Trainer
 
 
-@plants("mean-of-means")
 def _mean_of_means(trainer: Trainer) -> Plant:
     agree, ranks = trainer.agree_on_targets, trainer.run.layout.dp * trainer.run.layout.cp
 
@@ -27,7 +26,6 @@ def _mean_of_means(trainer: Trainer) -> Plant:
     return patch.object(trainer, "agree_on_targets", local_target_count)
 
 
-@plants("shifted-batch")
 def _shifted_batch(trainer: Trainer) -> Plant:
     read = trainer.read_micro_batches
 
@@ -38,7 +36,6 @@ def _shifted_batch(trainer: Trainer) -> Plant:
     return patch.object(trainer, "read_micro_batches", shifted)
 
 
-@plants("counted-twice")
 def _counted_twice(trainer: Trainer) -> Plant:
     train = trainer.passes.train
 
@@ -52,7 +49,6 @@ def _counted_twice(trainer: Trainer) -> Plant:
     return patch.object(trainer.passes, "train", doubled)
 
 
-@plants("local-clip")
 def _local_clip(trainer: Trainer) -> Plant:
     update = trainer.update
 
@@ -69,35 +65,29 @@ def _counting(counts: Callable[[Share, LocalParameter], bool]) -> Plant:
     return patch.object(Share, "_counts", counts)
 
 
-@plants("norm-overcount")
 def _norm_overcount(trainer: Trainer) -> Plant:
     return _counting(lambda share, shard: not shard.is_second)
 
 
-@plants("norm-of-replicas")
 def _norm_of_replicas(trainer: Trainer) -> Plant:
     return _counting(lambda share, shard: not shard.is_second and not shard.weight_shard.tp_copy)
 
 
-@plants("tied-norm-twice")
 def _tied_norm_twice(trainer: Trainer) -> Plant:
     counts = Share._counts
     return _counting(lambda share, shard: counts(share, shard._replace(is_second=False)))
 
 
-@plants("norm-without-experts")
 def _norm_without_experts(trainer: Trainer) -> Plant:
     counts = Share._counts
     return _counting(lambda share, shard: counts(share, shard) and not shard.weight.is_expert)
 
 
-@plants("norm-without-sinks")
 def _norm_without_sinks(trainer: Trainer) -> Plant:
     counts = Share._counts
     return _counting(lambda share, shard: counts(share, shard) and not shard.name.endswith("sinks"))
 
 
-@plants("initial-weights")
 def _initial_weights(trainer: Trainer) -> Plant:
     shard = next(shard for shard in trainer.share.local_parameters if shard.name.endswith("_proj.weight"))
     if trainer.ranks.rank == trainer.ranks.world - 1:
@@ -106,7 +96,6 @@ def _initial_weights(trainer: Trainer) -> Plant:
     return nullcontext()
 
 
-@plants("stale-copy")
 def _stale_copy(trainer: Trainer) -> Plant:
     compute, previous = trainer.compute_gradients, [_values(trainer)]
 
@@ -121,7 +110,6 @@ def _stale_copy(trainer: Trainer) -> Plant:
     return patch.object(trainer, "compute_gradients", stale)
 
 
-@plants("drifting-replica")
 def _drifting_replica(trainer: Trainer) -> Plant:
     update = trainer.update
 
@@ -135,7 +123,6 @@ def _drifting_replica(trainer: Trainer) -> Plant:
     return patch.object(trainer, "update", rounded)
 
 
-@plants("decayed-norms")
 @contextmanager
 def _decayed_norms(trainer: Trainer) -> Iterator[None]:
     groups = trainer.optimizer.param_groups
@@ -147,7 +134,6 @@ def _decayed_norms(trainer: Trainer) -> Iterator[None]:
         group["weight_decay"] = decay
 
 
-@plants("step-forgotten")
 def _step_forgotten(trainer: Trainer) -> Plant:
     update = trainer.update
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ultrascale.check.faults.plants import Plant, plants
+from ultrascale.check.faults.table import Plant
 from ultrascale.parallel.share import LocalParameter, Share
 from ultrascale.parallel.tensor import tensor_loss, tensor_ops
 from ultrascale.train.trainer import Trainer
@@ -35,8 +35,7 @@ def _local_slice(whole: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor
     return lambda: whole[:, first : first + length].contiguous()
 
 
-@plants("tp-sum-missing")
-def _sum_missing(trainer: Trainer) -> Plant:
+def _tp_sum_missing(trainer: Trainer) -> Plant:
     class Alone(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, out: Tensor, local_out: Tensor) -> Tensor:
@@ -59,8 +58,7 @@ def _sum_missing(trainer: Trainer) -> Plant:
     return _refilled(trainer, alone)
 
 
-@plants("tp-input-gradient")
-def _input_gradient(trainer: Trainer) -> Plant:
+def _tp_input_gradient(trainer: Trainer) -> Plant:
     backward = tensor_ops._ColumnLinear.backward
 
     def alone(ctx: Any, *grads: Tensor) -> Any:
@@ -72,8 +70,7 @@ def _input_gradient(trainer: Trainer) -> Plant:
     return patch.object(tensor_ops._ColumnLinear, "backward", staticmethod(alone))
 
 
-@plants("tp-input-gradient-twice")
-def _input_gradient_twice(trainer: Trainer) -> Plant:
+def _tp_input_gradient_twice(trainer: Trainer) -> Plant:
     backward, ranks = tensor_ops._ColumnLinear.backward, trainer.run.layout.tp
 
     def doubled(ctx: Any, *grads: Tensor) -> Any:
@@ -84,8 +81,7 @@ def _input_gradient_twice(trainer: Trainer) -> Plant:
     return patch.object(tensor_ops._ColumnLinear, "backward", staticmethod(doubled))
 
 
-@plants("tp-bias-everywhere")
-def _bias_everywhere(trainer: Trainer) -> Plant:
+def _tp_bias_everywhere(trainer: Trainer) -> Plant:
     def heavy(row_linear: Callable[..., Tensor]) -> Callable[..., Tensor]:
         extra = trainer.run.layout.tp - 1
 
@@ -102,8 +98,7 @@ def _bias_everywhere(trainer: Trainer) -> Plant:
     return _refilled(trainer, heavy)
 
 
-@plants("tp-vocabulary-offset")
-def _vocabulary_offset(trainer: Trainer) -> Plant:
+def _tp_vocabulary_offset(trainer: Trainer) -> Plant:
     def shifted(length: int, parts: int, part: int) -> tuple[int, int]:
         first, size = even_part(length, parts, part)
         return first + min(part, 1), size
@@ -111,8 +106,7 @@ def _vocabulary_offset(trainer: Trainer) -> Plant:
     return patch.object(tensor_loss, "even_part", shifted)
 
 
-@plants("tp-normaliser")
-def _normaliser(trainer: Trainer) -> Plant:
+def _tp_normaliser(trainer: Trainer) -> Plant:
     join, extra = tensor_loss._join, torch.tensor(float(trainer.run.layout.tp)).log().double()
 
     def high(ranks: Tensor) -> tuple[Tensor, Tensor]:
@@ -122,8 +116,7 @@ def _normaliser(trainer: Trainer) -> Plant:
     return patch.object(tensor_loss, "_join", high)
 
 
-@plants("tp-copies")
-def _copies(trainer: Trainer) -> Plant:
+def _tp_copies(trainer: Trainer) -> Plant:
     return patch.object(Share, "_sum_copies", lambda share: None)
 
 
@@ -136,9 +129,8 @@ def _weight_shards(share: Share, is_partial: Callable[[LocalParameter], bool]) -
     return patch.object(share, "local_parameters", shards)
 
 
-@plants("tp-copies-twice")
 @contextmanager
-def _copies_twice(trainer: Trainer) -> Iterator[None]:
+def _tp_copies_twice(trainer: Trainer) -> Iterator[None]:
     share, mesh, tp = trainer.share, trainer.share.mesh, trainer.run.layout.tp
     known, whole = mesh.neighbours, mesh.group("tp")  # a right run has no group of copies here
     with (
@@ -148,14 +140,12 @@ def _copies_twice(trainer: Trainer) -> Iterator[None]:
         yield
 
 
-@plants("tp-key-heads")
-def _key_heads(trainer: Trainer) -> Plant:
+def _tp_key_heads(trainer: Trainer) -> Plant:
     heads = ("k_proj.weight", "v_proj.weight")
     return _weight_shards(trainer.share, lambda shard: shard.weight_shard.is_partial and not shard.name.endswith(heads))
 
 
-@plants("tp-shared-key")
-def _shared_key(trainer: Trainer) -> Plant:
+def _tp_shared_key(trainer: Trainer) -> Plant:
     def alone(ctx: Any, *grads: Tensor) -> Any:
         group = tensor_ops.group_named(ctx.group)
         return None, None, _local_slice(grads[0], group)() if ctx.length else grads[0]
@@ -163,9 +153,8 @@ def _shared_key(trainer: Trainer) -> Plant:
     return patch.object(tensor_ops._GatherSequence, "backward", staticmethod(alone))
 
 
-@plants("tp-positions")
 @contextmanager
-def _positions(trainer: Trainer) -> Iterator[None]:
+def _tp_positions(trainer: Trainer) -> Iterator[None]:
     group = trainer.share.mesh.group("tp")
     assert group is not None
 

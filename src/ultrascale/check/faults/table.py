@@ -1,11 +1,12 @@
 """Every planted fault: its name, the mistake and its source, the runs it can occur in, and the smallest run that shows it.
 
-The code that plants a fault is registered under its name in a module `faults_*`, which needs torch; this file needs none.
+The code that plants a fault is a function of its name in a module `faults_*`, which needs torch; this file needs none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,9 @@ from ultrascale.description.problems import did_you_mean, mistake
 from ultrascale.description.run import Run
 from ultrascale.description.schedules import SCHEDULES
 from ultrascale.schedules.ends import has_mirrors
+
+Plant = AbstractContextManager[Any]
+"""Context in which a trainer has a fault."""
 
 
 @dataclass(frozen=True)

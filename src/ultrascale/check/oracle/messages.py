@@ -99,7 +99,7 @@ class _Watched(dist.Work):
             self.watch.under_way.remove(self)
             if self.filled is not None:
                 self.filled[0].data.copy_(self.filled[1])  # as from outside: autograd knows nothing of it
-            if self.sent is not None and self.copy is not None and not _same_bits(self.sent, self.copy):
+            if self.sent is not None and self.copy is not None and not same_bits(self.sent, self.copy):
                 self.watch.mistakes.append(f"rank {dist.get_rank()} overwrote the data of {self.name} before it had left")
         return True
 
@@ -116,8 +116,12 @@ def _poisoned(tensor: Tensor, *, keep: bool = False) -> Tensor:
     return buffer
 
 
-def _same_bits(first: Tensor, second: Tensor) -> bool:
-    return torch.equal(first.detach().contiguous().flatten().view(torch.uint8), second.contiguous().flatten().view(torch.uint8))
+def same_bits(first: Tensor, second: Tensor) -> bool:
+    """True if dtypes, shapes and all bits are equal: a NaN equals itself, and -0 is not 0."""
+    if first.dtype != second.dtype or first.shape != second.shape:
+        return False
+    left, right = (tensor.detach().contiguous().flatten().view(torch.uint8) for tensor in (first, second))
+    return torch.equal(left, right)
 
 
 def _caller() -> str:

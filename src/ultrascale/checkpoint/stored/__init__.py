@@ -7,33 +7,3 @@
 A save's parts are written first, under a unique name (SAVE). Then `step-*.json` is put on the condition that it does not exist,
 or still has the version that was last seen: this put publishes the checkpoint, or atomically replaces another of that step.
 """
-
-from ultrascale.checkpoint.stored.fetch import (
-    StoredCheckpoint,
-    fetch,
-    stored_checkpoint,
-    stored_checkpoints,
-    stored_manifest,
-    summarize_stored,
-    verify_stored,
-)
-from ultrascale.checkpoint.stored.index import Index
-from ultrascale.checkpoint.stored.publish import collect_leftovers, prune_stored, publish_stored, upload_files
-from ultrascale.checkpoint.stored.unfinished import saves_on, whole_saves
-
-__all__ = [
-    "Index",
-    "StoredCheckpoint",
-    "collect_leftovers",
-    "fetch",
-    "prune_stored",
-    "publish_stored",
-    "saves_on",
-    "stored_checkpoint",
-    "stored_checkpoints",
-    "stored_manifest",
-    "summarize_stored",
-    "upload_files",
-    "verify_stored",
-    "whole_saves",
-]

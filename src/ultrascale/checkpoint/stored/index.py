@@ -13,14 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from ultrascale.checkpoint.disk.checksum import checksum_text, crc32
-from ultrascale.checkpoint.errors import CheckpointError, UnknownVersionError
-from ultrascale.checkpoint.manifest import MANIFEST_NAME
+from ultrascale.checkpoint.errors import CheckpointError
+from ultrascale.checkpoint.manifest import FIRST_LINE, MANIFEST_NAME, expect_known_format, with_checksum
 from ultrascale.storage import Part
 
 FORMAT, VERSION = "ultrascale-stored-checkpoint", 1
 FOLDER = "checkpoints"
 NEWEST = f"{FOLDER}/newest.json"
-_FIRST_LINE = re.compile(rb'\{"checksum":"(crc32:[0-9a-f]{8})",')
 _FILE = re.compile(r"manifest\.json|[A-Za-z0-9_-][A-Za-z0-9_.-]{0,200}\.safetensors")
 _SAVE_ID = re.compile(r"[0-9a-f]{32}")
 _NAME = re.compile(r"step-(\d{8,18})")
@@ -80,23 +79,19 @@ def encode(index: Index) -> bytes:
         "tensors": index.tensors, "files": files,
     }  # fmt: skip
     data = json.dumps(content, separators=(",", ":"), allow_nan=False).encode("ascii")[1:] + b"\n"
-    return f'{{"checksum":"{checksum_text(crc32(data))}",\n'.encode("ascii") + data
+    return with_checksum(data)
 
 
 def decode(data: bytes, where: str) -> Index:
     """The index in `data`, checked; `where` names it in errors. Raises CheckpointError (UnknownVersionError)."""
     first, _, rest = data.partition(b"\n")
-    line = _FIRST_LINE.fullmatch(first)
+    line = FIRST_LINE.fullmatch(first)
     if line is None or checksum_text(crc32(rest)) != line[1].decode():
         raise CheckpointError(f"{where}: its checksum is not that of its bytes: it is damaged. Use another checkpoint.")
     content: Any = None
     with suppress(ValueError, RecursionError):
         content = json.loads(b"{" + rest)
-    if isinstance(content, dict) and (content.get("format"), content.get("version")) != (FORMAT, VERSION):
-        problem = (
-            f"format is {content.get('format')!r:.80} version {content.get('version')!r:.20}, expected {FORMAT!r} {VERSION}"
-        )
-        raise UnknownVersionError(f"{where}: {problem}: {UnknownVersionError.WORDS}. Go on with that release.")
+    expect_known_format(content, where, FORMAT, VERSION)
     try:
         return _index(content)
     except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass
 
 from ultrascale.cli.terminal.parse import parse
 from ultrascale.cli.terminal.screen import console_for_people, print_json
@@ -12,46 +11,44 @@ from ultrascale.description.units import UnitError, parse_tokens
 from ultrascale.plan.view.far_apart import FarPlan, far_apart
 
 
-def far(
-    parameters: str,
-    kilometres: float,
-    line_gbits: float,
-    step_seconds: float,
-    sites: int = 2,
-    bits: float = 16,
-    every: int = 1,
-    overlap: bool = False,
-    switching_ms: float = 0.0,
-    uplink: bool = False,
-    json: bool = False,
-) -> dict[str, Any]:
+@dataclass(frozen=True)
+class FarOptions:
     """Predict the cost of distance for training on several data centres, and the effect of reducing gradients less often.
 
     For example:
 
         ultrascale plan far --parameters 72T --kilometres 4800 --line-gbits 400 --step-seconds 60
-
-    Args:
-        parameters: Parameters of the model, such as 405B.
-        kilometres: Distance from one site to the next; without --uplink the sites form a ring.
-        line_gbits: Bandwidth of the line between two sites, in Gbit/s per direction.
-        step_seconds: Seconds of a step without the reduction between sites.
-        sites: Number of data centres.
-        bits: Bits per parameter sent.
-        every: Steps between two reductions (an outer step every H steps).
-        overlap: Overlap the reduction with the next steps.
-        switching_ms: Latency of network equipment per hop, in milliseconds.
-        uplink: Each site has one line to a network that reaches all others, as for the trainer's islands; else a ring.
-        json: Print one JSON object.
     """
-    return dict(locals())
+
+    parameters: str
+    """Parameters of the model, such as 405B."""
+    kilometres: float
+    """Distance from one site to the next; without --uplink the sites form a ring."""
+    line_gbits: float
+    """Bandwidth of the line between two sites, in Gbit/s per direction."""
+    step_seconds: float
+    """Seconds of a step without the reduction between sites."""
+    sites: int = 2
+    """Number of data centres."""
+    bits: float = 16
+    """Bits per parameter sent."""
+    every: int = 1
+    """Steps between two reductions (an outer step every H steps)."""
+    overlap: bool = False
+    """Overlap the reduction with the next steps."""
+    switching_ms: float = 0.0
+    """Latency of network equipment per hop, in milliseconds."""
+    uplink: bool = False
+    """Each site has one line to a network that reaches all others, as for the trainer's islands; else a ring."""
+    json: bool = False
+    """Print one JSON object."""
 
 
 def command(arguments: list[str]) -> int:
     """Run the verb; returns 0, or raises SpecError with every invalid value."""
-    parsed = parse(far, "plan far", arguments)
-    plan = _plan(parsed)
-    if parsed["json"]:
+    options = parse(FarOptions, "plan far", arguments)
+    plan = _plan(options)
+    if options.json:
         print_json(plan.to_json(), "plan-far", indent=2)
         return 0
 
@@ -61,37 +58,22 @@ def command(arguments: list[str]) -> int:
     return 0
 
 
-FLAGS = {
-    "num_parameters": "parameters", "distance_kilometres": "kilometres", "line_bits_per_second": "line-gbits",
-    "step_seconds": "step-seconds", "num_sites": "sites", "bits_per_parameter": "bits", "outer_every": "every",
-    "switching_seconds": "switching-ms",
-}  # fmt: skip
-"""Flag of each number of a far plan on the command line."""
-
-
-def _plan(parsed: dict[str, Any]) -> FarPlan:
-    """The requested plan. Raises SpecError with every invalid value, under the flags' names."""
+def _plan(options: FarOptions) -> FarPlan:
+    """The requested plan. Raises SpecError with every invalid value."""
     problems: list[Problem] = []
     try:
-        parameters = parse_tokens(parsed["parameters"])
+        parameters = parse_tokens(options.parameters)
     except UnitError as error:
         problems.append(Problem("parameters", str(error).replace("tokens", "parameters"), "Write 405B or 72T."))
         parameters = 10**9  # so that the other numbers are still checked
     try:
         plan = far_apart(
-            parameters,
-            distance_kilometres=parsed["kilometres"],
-            line_bits_per_second=parsed["line_gbits"] * 1e9,
-            step_seconds=parsed["step_seconds"],
-            num_sites=parsed["sites"],
-            bits_per_parameter=parsed["bits"],
-            outer_every=parsed["every"],
-            overlap=parsed["overlap"],
-            switching_seconds=parsed["switching_ms"] / 1e3,
-            uplink=parsed["uplink"],
-        )
+            parameters, distance_kilometres=options.kilometres, line_bits_per_second=options.line_gbits * 1e9,
+            step_seconds=options.step_seconds, num_sites=options.sites, bits_per_parameter=options.bits,
+            outer_every=options.every, overlap=options.overlap, switching_seconds=options.switching_ms / 1e3,
+            uplink=options.uplink,
+        )  # fmt: skip
     except SpecError as error:
-        named = (replace(problem, key=FLAGS[problem.key.removeprefix("far.")]) for problem in error.problems)
-        raise SpecError([*problems, *named]) from None
+        raise SpecError([*problems, *error.problems]) from None
     expect_none(problems)
     return plan

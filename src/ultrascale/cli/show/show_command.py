@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import tyro
 from rich.table import Table
 
 from ultrascale.api.stamp import stamped
@@ -34,9 +33,8 @@ SYNONYMS = {
 """Synonyms of the words for catalogues."""
 
 
-def show(
-    what: Annotated[str, tyro.conf.Positional], /, resolved: bool = False, json: bool = False
-) -> tuple[str, bool, bool]:  # fmt: skip
+@dataclass(frozen=True)
+class ShowOptions:
     """Show a run as it would be trained, with the source of every value; or a catalogue of models or machines.
 
     Any setting can follow as a dotted flag (`ultrascale show keys` lists them):
@@ -66,13 +64,14 @@ def show(
         ultrascale show schedule 1f1b --pp 4 --micro-batches 8
 
         ultrascale show schedules --pp 8 --micro-batches 32
-
-    Args:
-        what: TOML file or folder of a run, or `models`, `clusters`, or `stacks`: the frameworks that can be planned for.
-        resolved: Show every value, including defaults; for clusters, the source of each number.
-        json: Print one JSON object.
     """
-    return what, resolved, json
+
+    what: str
+    """TOML file or folder of a run, or `models`, `clusters`, or `stacks`: the frameworks that can be planned for."""
+    resolved: bool = False
+    """Show every value, including defaults; for clusters, the source of each number."""
+    json: bool = False
+    """Print one JSON object."""
 
 
 def command(arguments: list[str]) -> int:
@@ -83,8 +82,8 @@ def command(arguments: list[str]) -> int:
         return show_schedule.command(arguments)
     if arguments and arguments[0] in ("keys", "rules", "schema", "stacks"):
         return import_module(f"ultrascale.cli.show.show_{arguments[0]}").command(arguments[1:])
-    parsed, overrides = parse_with_overrides(show, "show", arguments)
-    what, every, as_json = parsed
+    options, overrides = parse_with_overrides(ShowOptions, "show", arguments, positional={"what": None})
+    what, every, as_json = options.what, options.resolved, options.json
     if what in ("models", "clusters"):
         if len(overrides) > 1 or any(word.startswith("-") for word in overrides):
             rule = f"takes no settings and at most one name, but {' '.join(overrides)} is given"
@@ -166,7 +165,7 @@ def _expect_any(names: Collection[str], word: str, known: Iterable[str], what: s
         raise mistake(f"show {what}", f"no name contains {word!r}", remedy)
 
 
-def models_catalogue(word: str = "", *, as_json: bool) -> None:
+def models_catalogue(word: str, *, as_json: bool) -> None:
     """Print every preset whose name, or other name, contains `word`: its shape and its number of parameters."""
     from ultrascale.catalogue.models.model_presets import ALIASES, PRESETS
     from ultrascale.config.rules.trainable import untrainable_model
@@ -207,7 +206,7 @@ def _counts(model: Any) -> dict[str, int | bool]:
     }  # fmt: skip
 
 
-def clusters_catalogue(word: str = "", *, as_json: bool, sources: bool) -> None:
+def clusters_catalogue(word: str, *, as_json: bool, sources: bool) -> None:
     """Print every accelerator and node whose name contains `word`, and the nodes of those accelerators; with `sources`, the
     source of each number."""
     from ultrascale.catalogue.machines import ACCELERATORS, NODES, USUAL_NODE, this_machine

@@ -24,7 +24,7 @@ WORD` finds a key. A key is a line of a run's TOML file, in the table before its
 
 
 def show_keys(
-    word: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[WORD]")] = (),
+    word: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[WORD]")] = "",
     /,
     markdown: bool = False,
     json: bool = False,
@@ -40,11 +40,9 @@ def show_keys(
         markdown: Print the Markdown of docs/reference.md.
         json: Print one JSON object.
     """
-    if len(word) > 1:
-        raise mistake("keys", f"are looked up by one word, got {' '.join(word)}", "Give one.")
-    matches = keys(*word)
+    matches = keys(word)
     if word and not matches:
-        raise mistake("keys", f"has none with {word[0]!r} in its name or text", "`ultrascale show keys` lists all.")
+        raise mistake("keys", f"has none with {word!r} in its name or text", "`ultrascale show keys` lists all.")
     if json:
         print_json({"keys": [asdict(key) for key in matches]}, "keys", indent=1)
     elif markdown:

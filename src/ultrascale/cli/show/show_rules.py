@@ -14,9 +14,7 @@ from ultrascale.config.rules.trainable import LAYOUT_RULES
 from ultrascale.description.problems import mistake
 
 
-def show_rules(
-    word: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[WORD]")] = (), /, json: bool = False
-) -> int:
+def show_rules(word: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[WORD]")] = "", /, json: bool = False) -> int:
     """Print every rule across a run's keys: what must hold, and the keys that it reads. Sections have further rules of their
     own.
 
@@ -28,15 +26,13 @@ def show_rules(
         word: Print only rules with this word in a key that they read, or in their text.
         json: Print one JSON object.
     """
-    if len(word) > 1:
-        raise mistake("rules", f"are looked up by one word, got {' '.join(word)}", "Give one.")
     tables = {"any run": RULES, "a run that trains": (*TRAINING_RULES, *LAYOUT_RULES)}
     rows = [
         {"of": of, "says": rule.says, "reads": list(rule.reads)} for of, rules in tables.items() for rule in rules
-        if not word or any(word[0].lower() in text.lower() for text in (rule.says, *rule.reads))
+        if any(word.lower() in text.lower() for text in (rule.says, *rule.reads))
     ]  # fmt: skip
     if word and not rows:
-        rule = f"has none with {word[0]!r} in its keys or text"
+        rule = f"has none with {word!r} in its keys or text"
         raise mistake("rules", rule, "`ultrascale show rules` lists all.")
     if json:
         print_json({"rules": rows}, "rules", indent=1)

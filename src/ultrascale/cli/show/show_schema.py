@@ -12,7 +12,7 @@ from ultrascale.cli.terminal.parse import parse
 from ultrascale.description.problems import did_you_mean, mistake
 
 
-def show_schema(name: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[NAME]")] = (), /) -> int:
+def show_schema(name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[NAME]")] = "", /) -> int:
     """Print the JSON Schema of run.toml, or of the --json output of a verb; without a name, list the schemas.
 
         ultrascale show schema
@@ -24,17 +24,15 @@ def show_schema(name: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf
     Args:
         name: `run.toml`, or the middle part of the key `schema`: `plan` of `ultrascale/plan/2`.
     """
-    if len(name) > 1:
-        raise mistake("schema", f"names {len(name)}: {', '.join(name)}", "Name one at a time.")
     if not name:
         width = max(map(len, SCHEMA_NAMES))
         for schema_name in SCHEMA_NAMES:
             print(f"{schema_name:{width}}  {schema_file(schema_name)}")
         return 0
-    if name[0] not in SCHEMA_NAMES:
-        remedy = did_you_mean(name[0], SCHEMA_NAMES, f"There are {', '.join(SCHEMA_NAMES)}.")
-        raise mistake("schema", f"there is none of {name[0]!r}", remedy)
-    print(schema_file(name[0]).read_text(), end="")
+    if name not in SCHEMA_NAMES:
+        remedy = did_you_mean(name, SCHEMA_NAMES, f"There are {', '.join(SCHEMA_NAMES)}.")
+        raise mistake("schema", f"there is none of {name!r}", remedy)
+    print(schema_file(name).read_text(), end="")
     return 0
 
 

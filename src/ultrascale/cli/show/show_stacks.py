@@ -14,12 +14,9 @@ from ultrascale.catalogue.stacks.stack_files import StackFile, settings_of, stac
 from ultrascale.cli.terminal.parse import parse
 from ultrascale.cli.terminal.screen import console_for_people, print_json
 from ultrascale.console import plain_table
-from ultrascale.description.problems import mistake
 
 
-def stacks(
-    name: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[NAME]")] = (), /, json: bool = False
-) -> int:
+def stacks(name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[NAME]")] = "", /, json: bool = False) -> int:
     """List the training frameworks that can be planned for, or every setting of one, with its source.
 
     Change a setting with `plan --stack NAME --stack.KEY VALUE`, or in a column `stack.KEY` of measured runs.
@@ -32,15 +29,13 @@ def stacks(
         name: Name of a framework.
         json: Print one JSON object.
     """
-    if len(name) > 1:
-        raise mistake("stacks", f"names {len(name)}: {', '.join(name)}", "Name one at a time.")
     if json:
-        documents = {stack: stamped("stack", _as_json(stack_file(stack))) for stack in name or stack_names()}
-        print_json(documents[name[0]] if name else documents, indent=2)
+        documents = {stack: stamped("stack", _as_json(stack_file(stack))) for stack in ([name] if name else stack_names())}
+        print_json(documents[name] if name else documents, indent=2)
         return 0
     console = console_for_people()
     if name:
-        _show_stack(stack_file(name[0]), console)
+        _show_stack(stack_file(name), console)
         return 0
     table = plain_table("stack", "what it is", "as read from", folds=True)
     for stack in stack_names():

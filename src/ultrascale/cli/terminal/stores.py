@@ -50,7 +50,7 @@ def fetch_newest_checkpoint(store: Store, run: Path) -> None:
     """Download the newest complete checkpoint of the run in `store`, and its tokenizer's files, to the run's folder `run`."""
     from ultrascale.checkpoint import CheckpointError
     from ultrascale.checkpoint.listing import only_damaged
-    from ultrascale.checkpoint.stored import fetch, stored_checkpoints
+    from ultrascale.checkpoint.stored.fetch import fetch, stored_checkpoints
     from ultrascale.models.files.tokenizer_files import TOKENIZER_FILES
     from ultrascale.storage import DamagedError
 

@@ -14,7 +14,8 @@ from ultrascale.cli.terminal.screen import console_for_people, print_json, waiti
 from ultrascale.cli.terminal.stores import store_of
 from ultrascale.config.failures import problem_lines, problems_in
 from ultrascale.config.rules.early import expect_checkpoints
-from ultrascale.description.units import count_of
+from ultrascale.console import plain_table
+from ultrascale.description.units import count_of, format_bytes
 
 if TYPE_CHECKING:
     from ultrascale.checkpoint.listing import Summary
@@ -79,7 +80,7 @@ def collect(folder: Path, *, read_all: bool) -> list[Summary]:
     summaries: list[Summary] = []
     with waiting("reading checkpoints") as report_progress:
         from ultrascale.checkpoint.listing import find_checkpoints, summarize
-        from ultrascale.checkpoint.stored import stored_checkpoints, summarize_stored
+        from ultrascale.checkpoint.stored.fetch import stored_checkpoints, summarize_stored
 
         store = store_of(folder)
         total = len(find_checkpoints(folder) if store is None else stored_checkpoints(store))
@@ -92,17 +93,11 @@ def collect(folder: Path, *, read_all: bool) -> list[Summary]:
 def print_table(summaries: list[Summary], *, verified: bool) -> None:
     """Print one line per checkpoint, then all damage in full."""
     from rich.markup import escape
-    from rich.table import Table
-
-    from ultrascale.description.units import format_bytes
 
     good = "[green]verified[/green]" if verified else "[green]complete[/green]"
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
-    table.add_column("checkpoint", no_wrap=True)
-    for title in ("size", "shards", "tensors"):
-        table.add_column(title, justify="right")
-    table.add_column("saved")
-    table.add_column("state", no_wrap=True)
+    columns = ("checkpoint", "size", "shards", "tensors", "saved", "state")
+    named = ("checkpoint", "saved", "state")
+    table = plain_table(*columns, left=named, whole=named, padding=(0, 3, 0, 0))
     for summary in summaries:
         state = good if summary.problem is None else "[bold red]damaged[/bold red]"
         if summary.bytes is None or summary.saved_at is None:

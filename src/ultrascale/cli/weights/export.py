@@ -73,45 +73,31 @@ def export(
         find_tokenizer(tokenizer)
     if is_local:
         expect_contents(checkpoint)
-    with waiting("exporting"):
-        return _exported(checkpoint, out, precision, max_shard_gb, tokenizer, overwrite, push_to_hub, public, json)
-
-
-def _exported(
-    checkpoint: Path,
-    out: Path,
-    precision: Literal["as-is", "fp32", "bf16"],
-    max_shard_gb: float,
-    tokenizer: Path | None,
-    overwrite: bool,
-    push_to_hub: str | None,
-    public: bool,
-    json: bool,
-) -> int:
-    from ultrascale.description.architecture.weights import num_parameters
-    from ultrascale.models.files.huggingface import expect_same_model, export_folder
-    from ultrascale.parallel.precision.mixed_precision import TORCH_DTYPE
-
     address = None
-    with fetched(checkpoint) as source_folder, uploaded(out, overwrite=overwrite) as target:
-        trained = open_trained_and_print(source_folder)
-        expect_same_model(str(url_of(out) or out), _held_config(out), trained.model)
-        dtype = trained.dtype if precision == "as-is" else TORCH_DTYPE[precision]
-        folder = export_folder(
-            trained.weights,
-            trained.model,
-            target,
-            tokenizer=tokenizer or trained.tokenizer,
-            dtype=dtype,
-            max_shard_bytes=int(max_shard_gb * 10**9),
-            overwrite=overwrite,
-            source=source_folder,
-        )
-        if push_to_hub is not None:
-            from ultrascale.models.hub import model_card, push
+    with waiting("exporting"):
+        from ultrascale.description.architecture.weights import num_parameters
+        from ultrascale.models.files.huggingface import expect_same_model, export_folder
+        from ultrascale.parallel.precision.mixed_precision import TORCH_DTYPE
 
-            facts = training_facts(source_folder, trained.steps_done)
-            address = push(folder, push_to_hub, card=model_card(trained.model, push_to_hub, facts), public=public)
+        with fetched(checkpoint) as source_folder, uploaded(out, overwrite=overwrite) as target:
+            trained = open_trained_and_print(source_folder)
+            expect_same_model(str(url_of(out) or out), _held_config(out), trained.model)
+            dtype = trained.dtype if precision == "as-is" else TORCH_DTYPE[precision]
+            folder = export_folder(
+                trained.weights,
+                trained.model,
+                target,
+                tokenizer=tokenizer or trained.tokenizer,
+                dtype=dtype,
+                max_shard_bytes=int(max_shard_gb * 10**9),
+                overwrite=overwrite,
+                source=source_folder,
+            )
+            if push_to_hub is not None:
+                from ultrascale.models.hub import model_card, push
+
+                facts = training_facts(source_folder, trained.steps_done)
+                address = push(folder, push_to_hub, card=model_card(trained.model, push_to_hub, facts), public=public)
     to = store_of(out)
     folder = folder if to is None else to.url
     written = str(dtype or next(iter(trained.weights.values())).dtype).removeprefix("torch.")

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
-
-import tyro
 
 from ultrascale.cli.terminal.parse import parse_with_overrides
 from ultrascale.cli.terminal.screen import print_json
@@ -17,37 +15,35 @@ from ultrascale.description.architecture.huggingface import from_hf
 from ultrascale.models.files.weight_files import weight_files
 
 
-def import_(
-    source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")],
-    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN.TOML")],
-    /,
-    json: bool = False,
-) -> tuple[Path, str, bool]:
+@dataclass(frozen=True)
+class ImportOptions:
     """Make the weights of a Hugging Face folder the first checkpoint of a run; `ultrascale train` continues from them.
 
     The run's model must be that of the folder: `[model] path = "FOLDER"`. Any setting can follow as a dotted flag.
 
     Example: ultrascale import models/smollm2-135m continue.toml --name continued
-
-    Args:
-        source: Folder with config.json and safetensors weights. Pickle files are never read.
-        run: TOML file of the run.
-        json: Print one JSON object.
     """
-    return source, run, json
+
+    source: Path
+    """Folder with config.json and safetensors weights. Pickle files are never read."""
+    run: str
+    """TOML file of the run."""
+    json: bool = False
+    """Print one JSON object."""
 
 
 def command(arguments: list[str]) -> int:
     """Run the verb; returns its exit code."""
-    parsed, overrides = parse_with_overrides(import_, "import", arguments)
-    source, path, as_json = parsed
+    positional = {"source": "FOLDER", "run": "RUN.TOML"}
+    options, overrides = parse_with_overrides(ImportOptions, "import", arguments, positional=positional)
+    source, path = options.source, options.run
     run = train_defaults(resolve(path, overrides, require_data=True))[0].run  # as `train` will have it
     expect_trainable(from_hf(source))
     weight_files(source)
     from ultrascale.train.start.trained import import_as_first_checkpoint
 
     checkpoint = import_as_first_checkpoint(source, run)
-    if as_json:
+    if options.json:
         print_json({"source": str(source), "checkpoint": str(checkpoint)}, "import")
     else:
         print(f"{source} -> {checkpoint}\nnow: ultrascale train {shlex.join([path, *overrides])}")

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
-from ultrascale.data.files import PARTIAL, DataError, writing
+from ultrascale.data.files import PARTIAL, DataError, reading, writing
 from ultrascale.data.reading.inputs import is_left_out
 from ultrascale.storage import MissingError, StorageError, Store, Stored, open_store, url_of
 from ultrascale.storage.location import url_problem
@@ -96,21 +96,12 @@ def locked(lock: Path, output: Path) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _naming_errors(url: str) -> Iterator[None]:
-    try:
-        yield
-    except StorageError as error:
-        remedy = "Check the name, and the credentials in the environment."
-        raise DataError(url, f"cannot be read: {str(error).rstrip('.')}", remedy) from error
-
-
 def _list_input(url: str, folder: Path, glob: str, exclude: tuple[str, ...]) -> _FetchTask:
     if problem := url_problem(url):
         raise DataError(url, problem, "Give another place.")
     folder /= hashlib.sha256(url.encode()).hexdigest()[:16]
     wanted = []
-    with _naming_errors(url):
+    with reading(url):
         store = open_store(url)
         for stored in store.files():
             *folders, name = stored.key.split("/")
@@ -140,7 +131,7 @@ def _fetch_all(inputs: list[_FetchTask], report: Callable[[int, int], None]) -> 
 
     for task in inputs:
         _clear(task.folder, {task.folder / item.key for item in task.objects})
-        with _naming_errors(task.url), ThreadPoolExecutor(STREAMS) as pool:
+        with reading(task.url), ThreadPoolExecutor(STREAMS) as pool:
             list(pool.map(lambda item, task=task: _fetch_file(task.store, item, task.folder / item.key, after), task.objects))
 
 

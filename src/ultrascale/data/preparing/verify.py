@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 from ultrascale.data.files import DataError, sha256_of
@@ -19,26 +21,32 @@ from ultrascale.data.indexed import prefix_paths
 from ultrascale.data.manifest import ShardRecord
 
 BLOCKS, BLOCK_BYTES = 8, 4096
+NOT_AS_PREPARED = f"does not hold what was prepared: of {BLOCKS} blocks of its .bin and .idx some are not the manifest's"
 REMEDY = "Run the same `ultrascale data prepare` again: it makes damaged shards anew."
 
 
 def sample_of(prefix: Path, num_blocks: int = BLOCKS) -> str:
     """The digest of `num_blocks` blocks of both files, which are all of a file of so many blocks. Raises OSError."""
+    with ExitStack() as opened:
+        files = [opened.enter_context(open(path, "rb")).fileno() for path in prefix_paths(prefix)]
+        pairs = [(os.fstat(file).st_size, partial(os.pread, file, BLOCK_BYTES)) for file in files]
+        return digest_of_blocks(pairs, num_blocks)
+
+
+def digest_of_blocks(files: Iterable[tuple[int, Callable[[int], bytes]]], num_blocks: int = BLOCKS) -> str:
+    """The digest of `num_blocks` blocks of each file, given as its size and a function that reads the block at an offset."""
     digest = hashlib.sha256()
-    for path in prefix_paths(prefix):
-        with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            digest.update(size.to_bytes(8, "little"))
-            for block in range(num_blocks):
-                digest.update(os.pread(file.fileno(), BLOCK_BYTES, block * max(0, size - BLOCK_BYTES) // (num_blocks - 1)))
+    for size, block_at in files:
+        digest.update(size.to_bytes(8, "little"))
+        for block in range(num_blocks):
+            digest.update(block_at(block * max(0, size - BLOCK_BYTES) // (num_blocks - 1)))
     return digest.hexdigest()
 
 
 def expect_sample(prefix: Path, record: ShardRecord) -> None:
     """Raises DataError if the sample differs from the manifest's; manifests of older releases have none."""
     if record.sample_sha256 and sample_of(prefix) != record.sample_sha256:
-        problem = f"does not hold what was prepared: of {BLOCKS} blocks of its .bin and .idx some are not the manifest's"
-        raise DataError(str(prefix), problem, REMEDY)
+        raise DataError(str(prefix), NOT_AS_PREPARED, REMEDY)
 
 
 def expect_whole(prefix: Path, record: ShardRecord, after_block: Callable[[int], None] = lambda num_bytes: None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ultrascale.demo.claims import DemoError
+from ultrascale.launch.events import read_rows
 from ultrascale.launch.orphans import terminate_with_parent
 from ultrascale.measure.plots import read_metrics
 
@@ -138,9 +138,7 @@ def _watch_until(
 
 def _starts(folder: Path) -> list[dict[str, Any]]:
     """Starts of the run so far, from its events."""
-    file = folder / "events.jsonl"
-    lines = file.read_text().splitlines() if file.exists() else []
-    return [event for line in lines if line.endswith("}") and (event := json.loads(line))["event"] == "start"]
+    return [row for row in read_rows(folder / "events.jsonl") if isinstance(row, dict) and row["event"] == "start"]
 
 
 def _processes_of_proc() -> list[tuple[int, int, str]]:

@@ -29,7 +29,6 @@ from ultrascale.measure.machine.ceilings import device_name, this_gpu
 from ultrascale.measure.machine.timed import Timed
 from ultrascale.parallel.mesh import Ranks
 from ultrascale.plan.laws.collectives import bus_bytes, collective_seconds
-from ultrascale.plan.laws.nccl import KINDS
 
 SMALLEST_BYTES = 1024
 STEP = 4
@@ -73,8 +72,8 @@ def expect_groups(groups: Sequence[tuple[int, int]], world: int) -> None:
 
 
 def measure_network(
-    ranks: Ranks, groups: Sequence[tuple[int, int]], sizes: Sequence[int], kinds: Sequence[str] = KINDS, *,
-    machine: str | None = None, report: Callable[[str], object] = lambda line: None,
+    ranks: Ranks, groups: Sequence[tuple[int, int]], sizes: Sequence[int], kinds: Sequence[str], *,
+    machine: str | None, report: Callable[[str], object] = lambda line: None,
 ) -> dict[str, Any]:  # fmt: skip
     """Time every kind in every group at every size. Collective; every rank returns the same JSON-able value.
 

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ultrascale.console import plain_table
 from ultrascale.measure.step.categories import ATTENTION, CATEGORIES, COMPUTE, EVERYBODY, HOST, PRODUCTS
 from ultrascale.measure.step.spans import Piece
 from ultrascale.measure.step.waterfall import TopRow, Waterfall
@@ -91,15 +92,10 @@ class StepReport:
 
 def waterfall_table(report: StepReport) -> Table:
     """Table of planned and measured seconds by category; two to eight ranks get a column each, otherwise bars are drawn."""
-    from rich.table import Table
-
-    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
-    table.add_column("ms of a step", no_wrap=True)
     several = report.ranks if 1 < len(report.ranks) <= 8 else []
-    for column in ("planned", "measured", "difference", *(f"rank {rank.rank}" for rank in several)):
-        table.add_column(column, justify="right", no_wrap=True)
-    if not several:
-        table.add_column("")
+    by_ranks = [f"rank {rank.rank}" for rank in several] or [""]
+    columns = ("ms of a step", "planned", "measured", "difference", *by_ranks)
+    table = plain_table(*columns, left=(columns[0], ""), whole=columns, pad_edge=True, padding=(0, 2, 0, 0))
     longest = max(map(report.measured, CATEGORIES))
     for name in CATEGORIES:
         planned, measured = report.planned.get(name), report.measured(name)

@@ -83,7 +83,7 @@ class TopRow(NamedTuple):
 def waterfall(events: RankEvents) -> Waterfall:
     """Waterfall of the time between the first step's start and the last one's end."""
     host, windows = _Host(events), _windows(events.steps)
-    busy, window = _busy(events.kernels, host), _window(events)
+    busy, window = _busy(events.kernels, host), (events.steps[0].start, events.steps[-1].end)
     pieces = _on_device(busy, host, window) if busy else partition(window, [host.doing()], rest=HOST)
     steps = tuple(sums(clipped(pieces, step)) for step in windows)
     return Waterfall(steps, tuple(pieces), _communication(busy, window))
@@ -104,10 +104,6 @@ def _windows(steps: Sequence[TimeSpan]) -> list[tuple[float, float]]:
     return [(step.start, end) for step, end in zip(steps, ends, strict=True)]
 
 
-def _window(events: RankEvents) -> tuple[float, float]:
-    return events.steps[0].start, events.steps[-1].end
-
-
 class _Host:
     """Timeline of the host."""
 
@@ -120,7 +116,7 @@ class _Host:
         }
         phases = [span for span in events.ranges[events.main_thread] if span.name.startswith(PHASE)]
         self._phases = Timeline(innermost(phases))
-        self.attention_links = frozenset(self._links_inside(CORE))
+        self.attention_links = frozenset(self._links_inside_core())
 
     def phase(self, when: float) -> str:
         """Name of the trainer's phase at `when`; empty outside of all phases."""
@@ -148,10 +144,10 @@ class _Host:
         middle = (segment.start + segment.end) / 2
         return computing(segment.stack, self.phase(middle), self.attention_links)
 
-    def _links_inside(self, name: str) -> Iterator[int]:
+    def _links_inside_core(self) -> Iterator[int]:
         for timeline in self.timelines.values():
             for _, _, stack in timeline.segments:
-                inside = dropwhile(lambda span: span.name != name, stack)
+                inside = dropwhile(lambda span: span.name != CORE, stack)
                 yield from (span.link for span in inside if span.link is not None)
 
 

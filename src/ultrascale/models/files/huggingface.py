@@ -104,13 +104,15 @@ def import_folder(path: str | Path) -> tuple[Model, dict[str, Tensor]]:
         if predictions and not predictions & names.keys():
             rule = f"is {model.num_nextn_predict_layers}, but no weight of such a block is there: transformers saves none"
             raise mistake("num_nextn_predict_layers", rule, "Set it to 0 in config.json.", str(folder))
-        problems = _compare(table, shapes, {names[name]: _shape(file_of[name], name) for name in names}, folder)
+        problems = _compare(
+            table, shapes, {names[name]: tuple(file_of[name].get_slice(name).get_shape()) for name in names}, folder
+        )
         problems += _unreadable(file_of, names, folder)
         if problems:
             raise SpecError(problems)
         for name, ours in names.items():
             if not table[ours].is_copy:
-                _fill(state, table[ours], _read(file_of[name], name), shapes)
+                _fill(state, table[ours], file_of[name].get_tensor(name), shapes)
         _check_copies(file_of, {name: table[ours] for name, ours in names.items()}, state, folder)
     return model, {name: state[name] for name in shapes}
 
@@ -230,14 +232,6 @@ def _unreadable(file_of: Mapping[str, Any], names: Mapping[str, str], folder: Pa
     return problems
 
 
-def _shape(file: Any, name: str) -> tuple[int, ...]:
-    return tuple(file.get_slice(name).get_shape())
-
-
-def _read(file: Any, name: str) -> Tensor:
-    return file.get_tensor(name)
-
-
 def _check_copies(file_of: Mapping[str, Any], table: Mapping[str, Stored], state: Mapping[str, Tensor], folder: Path) -> None:
     """Check copies: files may repeat the embedding as a tied head, and both in prediction blocks; any other value there would
     be lost."""
@@ -245,7 +239,7 @@ def _check_copies(file_of: Mapping[str, Any], table: Mapping[str, Stored], state
     if "lm_head.weight" in file_of and "lm_head.weight" not in state:
         copies["lm_head.weight"] = "embed_tokens.weight"
     for name, ours in copies.items():
-        if not torch.equal(_read(file_of[name], name), state[ours]):
+        if not torch.equal(file_of[name].get_tensor(name), state[ours]):
             rule, remedy = f"differs from {ours}, which it copies", "Set num_nextn_predict_layers to 0 there."
             if name == "lm_head.weight":
                 rule, remedy = (

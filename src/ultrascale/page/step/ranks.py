@@ -29,16 +29,12 @@ def rank_memories(prediction: Prediction) -> list[tuple[str, dict[str, float]]]:
 
 
 def _replayed(prediction: Prediction) -> list[tuple[str, dict[str, float]]]:
-    workload, layout = prediction.workload, prediction.layout
+    layout = prediction.layout
     in_stage = layout.world_size // layout.pp
     passes = RecordedPasses()
     shown = np.unique(np.linspace(0, layout.pp - 1, min(layout.pp, MOST_REPLAYED)).round().astype(int)).tolist()
     plans = {
-        rank: plan_memory(
-            workload.model, layout, rank=rank * in_stage, sequence_length=workload.sequence_length, passes=passes,
-            sequences_per_batch=workload.sequences_per_batch, documents=workload.documents,
-            optimizer=workload.stack.optimizer, stack=workload.stack, expert_imbalance=workload.expert_imbalance,
-        )
+        rank: plan_memory(layout=layout, rank=rank * in_stage, passes=passes, **prediction.workload.replayed)
         for rank in shown
     }  # fmt: skip
     return [(f"rank {rank}", categories_of(plan)) for rank, plan in plans.items()]

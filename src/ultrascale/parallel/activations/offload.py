@@ -33,6 +33,7 @@ from torch.distributed.tensor import DTensor
 from ultrascale.description.layout import OFFLOAD_FROM_BYTES, OFFLOAD_RESIDENT, Layout
 from ultrascale.models.decoder import Decoder
 from ultrascale.parallel.activations.host_memory import host_tensor
+from ultrascale.parallel.activations.regions import storage_key
 from ultrascale.parallel.precision.mixed_precision import computing_copies
 from ultrascale.torch_private import tree_leaves
 
@@ -105,11 +106,11 @@ class ActivationOffload:
         if not torch.is_grad_enabled():
             return forward(hidden, *shared, **options)
         kept_keys = {
-            _key(tensor)
+            storage_key(tensor)
             for tensor in (*block.parameters(), *computing_copies(block), *tree_leaves((shared, options)))
             if isinstance(tensor, Tensor) and not isinstance(tensor, DTensor)
         }
-        kept_keys |= {_key(hidden)} if input_is_kept else set()
+        kept_keys |= {storage_key(hidden)} if input_is_kept else set()
         offloaded = self._newest = BlockOffload(None if is_first else self._newest)
         with saved_tensors_hooks(partial(self._pack, offloaded, kept_keys), self._unpack):
             output = forward(hidden, *shared, **options)
@@ -119,7 +120,7 @@ class ActivationOffload:
 
     def _pack(self, offloaded: BlockOffload, kept_keys: set[int], tensor: Tensor) -> Tensor | View:
         storage = tensor.untyped_storage()
-        if storage.nbytes() < OFFLOAD_FROM_BYTES or _key(tensor) in kept_keys or _is_parameter(tensor):
+        if storage.nbytes() < OFFLOAD_FROM_BYTES or storage_key(tensor) in kept_keys or _is_parameter(tensor):
             return tensor
         key = (storage._cdata, tensor.dtype)
         if key not in offloaded.saved:
@@ -196,10 +197,6 @@ class ActivationOffload:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             yield stream
-
-
-def _key(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 def _is_parameter(tensor: Tensor) -> bool:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from ultrascale.parallel.activations.regions import storage_key
 from ultrascale.parallel.tensor.tensor_ops import gathered_sequence
 from ultrascale.work.sharding.places import even_part
 
@@ -36,10 +37,10 @@ def keep_local_part(
     """Forward pass of a recomputed block; this rank of `group` saves only its shard of the input [B, S, D]."""
     if not torch.is_grad_enabled():
         return forward(hidden, *shared, **options)
-    storage = hidden.untyped_storage()._cdata
+    key = storage_key(hidden)
 
     def pack(tensor: Tensor) -> Tensor | Part:
-        if tensor.untyped_storage()._cdata != storage:
+        if storage_key(tensor) != key:
             return tensor
         first, count = even_part(tensor.shape[1], group.size(), group.rank())
         return Part(tensor.detach()[:, first : first + count].clone(), tensor.shape[1])

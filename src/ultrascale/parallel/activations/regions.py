@@ -67,7 +67,7 @@ class _Pass:
 
     def run(self, forward: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
         """Run a region for the first time."""
-        input_keys = {_key(value) for value in inputs if isinstance(value, Tensor)}
+        input_keys = {storage_key(value) for value in inputs if isinstance(value, Tensor)}
         handles = [
             (self._handle(value), value.requires_grad) if isinstance(value, Tensor) else (value, False) for value in inputs
         ]
@@ -77,24 +77,24 @@ class _Pass:
         finally:
             self.region = None
         for place, value in enumerate(output if isinstance(output, tuple) else (output,)):
-            if isinstance(value, Tensor) and _key(value) not in input_keys:
+            if isinstance(value, Tensor) and storage_key(value) not in input_keys:
                 self._claim(value, Cell(region, place))
         return output
 
     def pack(self, tensor: Tensor) -> Any:
         """The object that autograd keeps in place of a tensor that an operation saves."""
         region = self.region
-        if region is None or _key(tensor) in region.input_keys or isinstance(tensor, torch.nn.Parameter):
+        if region is None or storage_key(tensor) in region.input_keys or isinstance(tensor, torch.nn.Parameter):
             return self._handle(tensor)
         return region.inside()
 
     def _claim(self, tensor: Tensor, cell: Cell) -> None:
-        storage, key = tensor.untyped_storage(), _key(tensor)
+        storage, key = tensor.untyped_storage(), storage_key(tensor)
         self._cells[key] = weakref.ref(storage, lambda _: self._cells.pop(key, None)), cell
 
     def _handle(self, tensor: Tensor) -> Any:
         """The tensor itself, or a handle by which it can be recomputed."""
-        entry = self._cells.get(_key(tensor))
+        entry = self._cells.get(storage_key(tensor))
         if entry is None or entry[0]() is None:
             return tensor
         return _View(entry[1], tensor.size(), tensor.stride(), tensor.storage_offset())
@@ -152,12 +152,12 @@ class Region:
         handles, self.inputs = self.inputs, []
         inputs = [_again(*saved) for saved in handles]
         del handles
-        input_keys = {_key(value) for value in inputs if isinstance(value, Tensor)}
+        input_keys = {storage_key(value) for value in inputs if isinstance(value, Tensor)}
         count, wants_result = 0, any(cell() is not None for _, cell in self.results)
 
         def fill(tensor: Tensor) -> int:
             nonlocal count
-            if _key(tensor) not in input_keys and not isinstance(tensor, torch.nn.Parameter):
+            if storage_key(tensor) not in input_keys and not isinstance(tensor, torch.nn.Parameter):
                 if (cell := self.saves[count]()) is not None:
                     cell.value = tensor.detach()
                 count += 1
@@ -193,5 +193,5 @@ def _never(unused: Any) -> Tensor:
     raise AssertionError("nobody goes back through a second run")
 
 
-def _key(tensor: Tensor) -> int:
+def storage_key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata

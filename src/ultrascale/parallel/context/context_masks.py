@@ -220,7 +220,7 @@ def _visible(
     view: View,
     document_ids: Tensor | None,
     window: int | None,
-    device: torch.device | None = None,
+    device: torch.device,
 ) -> Tensor:  # [1 or B, queries, keys], booleans
     at_queries, at_keys = _positions(rows, place, view.queries), _positions(rows, source, view.keys)  # [1 or B, slots]
     queries, keys = at_queries.to(device).unsqueeze(2), at_keys.to(device).unsqueeze(1)

@@ -31,7 +31,7 @@ from ultrascale.parallel.pipeline.pipeline_data import order_gathers
 from ultrascale.parallel.pipeline.pipeline_messages import Mailbox
 from ultrascale.parallel.pipeline.pipeline_passes import Passes, Passing
 from ultrascale.parallel.pipeline.pipeline_weights import WeightGradients
-from ultrascale.schedules.actions import Action, Kind, forward
+from ultrascale.schedules.actions import Action, Kind, forward, splits_backward
 from ultrascale.schedules.build import is_file
 from ultrascale.schedules.executable import Schedule, shape_of
 from ultrascale.schedules.for_layout import schedule_of
@@ -60,7 +60,7 @@ class Orders(NamedTuple):
     @property
     def splits(self) -> bool:
         """True if backward passes are split into input- and weight-gradient passes."""
-        return any(part.kind is Kind.INPUT_GRADIENT for row in self.schedule for action in row for part in action.parts)
+        return splits_backward(*self.schedule)
 
 
 def build_orders(layout: Layout, num_micro_batches: int) -> Orders:

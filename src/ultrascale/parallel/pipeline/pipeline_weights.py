@@ -38,9 +38,13 @@ from ultrascale.torch_private import has_hooks
 
 Multiply = Callable[[Tensor, Tensor], Tensor]
 """Product that computes a weight's gradient [F, D] from the gradient of an output [N, F] and an input [N, D], both as kept."""
-Waiting = list[tuple[Tensor, Factor, Factor, Multiply | None]]
+Waiting = list[tuple[Tensor, Factor, Factor, Multiply]]
 """Deferred products: (weight [F, D], gradient of the output [N, F], input [N, D], and the function that multiplies factors that
 are not plain tensors (`parallel.precision.fp8_products`))."""
+
+
+def _multiply(grad_output: Tensor, inputs: Tensor) -> Tensor:
+    return grad_output.t() @ inputs
 
 
 class WeightGradients:
@@ -67,10 +71,10 @@ class WeightGradients:
         for seam in self._seams:
             seam.defer = defer
 
-    def add(self, weight: Tensor, grad_output: Factor, input_factor: Factor, multiply: Multiply | None = None) -> Tensor | None:
+    def add(self, weight: Tensor, grad_output: Factor, input_factor: Factor, multiply: Multiply = _multiply) -> Tensor | None:
         """Gradient of `weight`, for the backward pass of a product; None if it is deferred."""
         if self.waiting is None:
-            return (multiply or _multiply)(grad_output.rows(), input_factor.rows())
+            return multiply(grad_output.rows(), input_factor.rows())
         for factor in (grad_output, input_factor):
             factor.keep_local()
         self.waiting.append((weight, grad_output, input_factor, multiply))
@@ -95,19 +99,15 @@ def make_gradients(waiting: Waiting) -> None:
         _make_gradient(*waiting.pop(0))  # frees factors that no other product uses, and their gathered rows
 
 
-def _make_gradient(weight: Tensor, grad_output: Factor, input_factor: Factor, multiply: Multiply | None) -> None:
+def _make_gradient(weight: Tensor, grad_output: Factor, input_factor: Factor, multiply: Multiply) -> None:
     if not weight.is_leaf or has_hooks(weight):  # its gradient flows on to the parameter, or a hook reads it
-        torch.autograd.backward(weight, (multiply or _multiply)(grad_output.rows(), input_factor.rows()))
+        torch.autograd.backward(weight, multiply(grad_output.rows(), input_factor.rows()))
     elif weight.grad is None:
-        weight.grad = (multiply or _multiply)(grad_output.rows(), input_factor.rows())
-    elif multiply is None:
+        weight.grad = multiply(grad_output.rows(), input_factor.rows())
+    elif multiply is _multiply:
         weight.grad.addmm_(grad_output.rows().t(), input_factor.rows())
     else:
         weight.grad += multiply(grad_output.rows(), input_factor.rows())
-
-
-def _multiply(grad_output: Tensor, inputs: Tensor) -> Tensor:
-    return grad_output.t() @ inputs
 
 
 def _linear(module: nn.Linear, gradients: WeightGradients, hidden: Tensor) -> Tensor:

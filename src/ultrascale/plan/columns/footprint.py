@@ -64,8 +64,6 @@ class Footprint:
     """Memory of the device."""
     by_rank: Floats
     """Allocated by the first, a middle and the last rank of the pipeline, [3, layouts]; a sort that does not exist has 0."""
-    worst_rank: Column
-    """Rank of the pipeline that needs most: 0 the first, 1 a middle, 2 the last."""
     moment: Column
     """Moment of the peak, an index into `plan.columns.rank_moments.MOMENTS`."""
 
@@ -156,7 +154,7 @@ def stage_memory(
     pooled = np.where(exists, np.maximum(in_pools, by_rank), 0.0).max(axis=0)
     capacity = np.full(len(table), workload.cluster.accelerator.memory_bytes.value)
     reserved = reserved_bytes(pooled, joins_segments=workload.stack.joins_segments)
-    return Footprint(categories, allocated, reserved, outside_bytes(table), capacity, by_rank, worst, when)
+    return Footprint(categories, allocated, reserved, outside_bytes(table), capacity, by_rank, when)
 
 
 def _batch_bytes(workload: Workload, table: LayoutTable) -> Floats:

@@ -28,7 +28,7 @@ import numpy as np
 from ultrascale.description.schedules import SCHEDULES
 from ultrascale.plan.layouts import Bools, Floats, Indices
 from ultrascale.schedules.accumulate import accumulate
-from ultrascale.schedules.actions import Action, Kind
+from ultrascale.schedules.actions import Action, Kind, splits_backward
 from ultrascale.schedules.build import actions_of_ranks
 from ultrascale.schedules.kinds.interleaved import rounds
 
@@ -135,7 +135,7 @@ def _lists(
 def loads_of_actions(schedule: Sequence[Sequence[Action]], pipeline: PipelineShape) -> Loads:
     """Loads of a schedule given as lists of actions."""
     stages_of_ranks = [sorted({part.stage for action in row for part in action.parts}) for row in schedule]
-    splits = any(part.kind is Kind.INPUT_GRADIENT for action in schedule[-1] for part in action.parts)
+    splits = splits_backward(schedule[-1])
     return _loads(_sorts(stages_of_ranks, _types_of_stages(pipeline), splits=splits), schedule, pipeline)
 
 

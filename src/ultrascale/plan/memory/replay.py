@@ -35,7 +35,7 @@ from ultrascale.plan.memory.tally import Tally
 from ultrascale.plan.pipeline.pipeline_activations import peak_activation_bytes
 from ultrascale.plan.time.stage_cut import stage_layers
 from ultrascale.schedules.accumulate import accumulate
-from ultrascale.schedules.actions import Action, Kind
+from ultrascale.schedules.actions import Action, Kind, splits_backward
 from ultrascale.schedules.build import build_schedule, is_file, stages_of_ranks
 from ultrascale.schedules.ends import mirror_of, ranks_sharing_embedding, shares_embedding
 from ultrascale.schedules.messages import messages
@@ -395,8 +395,7 @@ def _orders(layout: Layout, count: int, stack: Stack) -> _Orders:
 def _pipeline_orders(name: str, pp: int, count: int, virtual_stages: int) -> _Orders:
     """Actions of a pipeline's step; cached, because they do not depend on the rank that is replayed."""
     schedule = build_schedule(name, pp, count, virtual_stages)
-    splits = any(part.kind is Kind.INPUT_GRADIENT for row in schedule for action in row for part in action.parts)
-    return _Orders(schedule, count, splits)
+    return _Orders(schedule, count, splits_backward(*schedule))
 
 
 def _play_step(

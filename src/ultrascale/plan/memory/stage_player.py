@@ -246,7 +246,7 @@ class RankReplay:
 
     def __init__(
         self, ledger: Ledger, stages: Mapping[int, StageReplay | StagePlayer], mail: MailReplay, last_stage: int,
-        output_bytes: int = 0,
+        output_bytes: int,
     ):  # fmt: skip
         """`output_bytes`: logits of a micro-batch, kept to the end of the step."""
         self.ledger, self.stages, self.mail, self.last_stage = ledger, stages, mail, last_stage

@@ -70,7 +70,7 @@ def unmet(workload: Workload, constraints: Constraints, space: Space) -> list[Pr
             if _appears(space.table, name, value):
                 continue
             question = _Question(workload, constraints, name, value)
-            reason = _reason(question) or _refusal(question, space)
+            reason = next(filter(None, (judge(question) for judge in _JUDGES)), None) or _refusal(question, space)
             if reason is None and len(space.table):
                 others = " ".join(
                     f"{other} {other_value}" for other, few in constraints.items() if other != name for other_value in few
@@ -101,10 +101,6 @@ def _in_use(table: LayoutTable, name: str) -> Bools:
         "recompute_every": table.recompute == RECOMPUTE.index("every-k"),
     }  # fmt: skip
     return masks.get(name, np.ones(len(table), dtype=bool))
-
-
-def _reason(question: _Question) -> Reason | None:
-    return next((reason for judge in _JUDGES if (reason := judge(question))), None)
 
 
 def _of_axis(question: _Question) -> Reason | None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -36,7 +36,7 @@ from ultrascale.plan.pipeline.pipeline_activations import rank_in_flight
 from ultrascale.plan.report import RunPlan, device_of, has_rates, live_room, plan_run, workload_of
 from ultrascale.plan.time.recompute_prices import forward_seconds
 from ultrascale.plan.workload import Workload
-from ultrascale.schedules.actions import Kind
+from ultrascale.schedules.actions import splits_backward
 from ultrascale.schedules.build import build_schedule
 from ultrascale.work.ops import Op, Shape
 from ultrascale.work.recompute import recompute_of_mode, recomputed_ops, regions
@@ -189,9 +189,7 @@ def choose(
     return _with_modes(layout, modes)
 
 
-def with_recomputation(
-    run: Run, cluster: Cluster, stack: Stack = STACKS["ultrascale"], *, expert_imbalance: float = 1.0
-) -> Run:
+def with_recomputation(run: Run, cluster: Cluster, stack: Stack = STACKS["ultrascale"], **conditions: Any) -> Run:
     """`run` with recomputation chosen for each block if its recompute is "auto": the fastest within `cluster` or the budget.
 
     Without a budget, the result fits (by `plan_run`) wherever one option for all blocks fits, and no such uniform option that
@@ -201,19 +199,16 @@ def with_recomputation(
     layout = run.layout
     if layout.recompute != "auto":
         return run
-    workload = workload_of(run, cluster, stack, expert_imbalance=expert_imbalance)
+    workload = workload_of(run, cluster, stack, **conditions)
     device, priced = device_of(cluster.accelerator), has_rates(cluster.accelerator, layout.precision)
 
     def planned(tried: Layout) -> RunPlan:
-        return plan_run(replace(run, layout=tried), cluster, stack, expert_imbalance=expert_imbalance)
+        return plan_run(replace(run, layout=tried), cluster, stack, **conditions)
 
     def fits(tried: Layout, pp: int) -> bool:
         """True if pipeline rank `pp` fits, by the rule for a plan's fullest rank (`plan.search.replayed`)."""
-        peak = plan_memory(
-            run.model, tried, sequence_length=workload.sequence_length, sequences_per_batch=workload.sequences_per_batch,
-            documents=workload.documents, device=device, rank=pp * layout.world_size // layout.pp,
-            optimizer=run.optimizer.name, stack=workload.stack, expert_imbalance=expert_imbalance,
-        ).peak.total  # fmt: skip
+        rank = pp * layout.world_size // layout.pp
+        peak = plan_memory(layout=tried, device=device, rank=rank, **workload.replayed).peak.total
         if not priced:
             return peak <= live_room(cluster.accelerator, tried, stack)
         return bool(stage_memory(workload, LayoutTable.of([tried])).row(0).replayed(peak).fits)
@@ -273,9 +268,8 @@ def _blocks_of_rank(workload: Workload, layout: Layout, pp: int) -> tuple[list[i
     count = num_micro_batches(layout, workload.sequences_per_batch)
     actions = build_schedule(layout.schedule, layout.pp, count, layout.virtual_stages)[pp]
     flight = rank_in_flight(actions).by_stage
-    splits = any(part.kind is Kind.INPUT_GRADIENT for action in actions for part in action.parts)
     pairs = [(layer, flight[number]) for number, part in parts.items() for layer in part.layers]
-    return [layer for layer, _ in pairs], [weight for _, weight in pairs], splits
+    return [layer for layer, _ in pairs], [weight for _, weight in pairs], splits_backward(actions)
 
 
 def _kind(workload: Workload, layer: int) -> tuple[bool, int | None]:

@@ -21,13 +21,8 @@ CATEGORIES = {
 
 def with_replay(prediction: Prediction) -> Prediction:
     """`prediction` with its memory from the replay."""
-    workload, columns = prediction.workload, prediction.memory
-    plan = plan_fullest_rank(
-        workload.model, prediction.layout, sequence_length=workload.sequence_length,
-        sequences_per_batch=workload.sequences_per_batch, documents=workload.documents, optimizer=workload.stack.optimizer,
-        stack=workload.stack, expert_imbalance=workload.expert_imbalance,
-    )  # fmt: skip
-    memory = replace(columns.replayed(plan.peak.total), categories=categories_of(plan))
+    plan = plan_fullest_rank(layout=prediction.layout, **prediction.workload.replayed)
+    memory = replace(prediction.memory.replayed(plan.peak.total), categories=categories_of(plan))
     return replace(prediction, memory=memory, replay=plan)
 
 

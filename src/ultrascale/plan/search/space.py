@@ -107,9 +107,10 @@ class _Rules:
     def named(self) -> str:
         return modules_of_constraints(self.workload, self.constraints)
 
-    def choose(self, name: str, usual: Sequence[Any]) -> list[Any]:
-        """Values of a field to search: the requested ones, else the usual ones."""
-        return list(self.constraints.get(name, usual))
+    def choose(self, name: str, usual: Sequence[Any], able: Sequence[Any] | None = None) -> list[Any]:
+        """Values of a field to search: the requested ones, else the usual ones; of `able`, if that is given: why others are
+        left out is said by `plan.search.constraints`."""
+        return [value for value in self.constraints.get(name, usual) if able is None or value in able]
 
     def allows(self, name: str, value: Any) -> bool:
         return name not in self.constraints or value in self.constraints[name]
@@ -183,10 +184,8 @@ def _tensor(rules: _Rules, gpus: int) -> Iterator[tuple[int, bool]]:
         elif tp > per_node and "tp" not in rules.constraints:
             rules.refuse(f"tp > {per_node}", "leaves the node; searched if nothing else fits, and where --tp names it")
         else:
-            for sequence_parallel in rules.choose("sequence_parallel", (can.sequence,)):
-                if sequence_parallel and not can.sequence:
-                    rules.refuse("sequence_parallel", f"{stack.name} has no sequence parallelism")
-                elif not rules.breaks(f"tp = {tp}", Layout(tp=tp, sequence_parallel=sequence_parallel)):
+            for sequence_parallel in rules.choose("sequence_parallel", (can.sequence,), (False, can.sequence)):
+                if not rules.breaks(f"tp = {tp}", Layout(tp=tp, sequence_parallel=sequence_parallel)):
                     yield tp, sequence_parallel
 
 
@@ -214,10 +213,7 @@ def _context(rules: _Rules, gpus: int, layout: Layout) -> Iterator[tuple[int, st
         if length % (pieces := can.cp_pieces * cp):
             rules.refuse(f"cp = {cp}", f"{stack.name} cuts sequences into {pieces} pieces, which do not divide {length}")
             continue
-        for method in rules.choose("cp_method", methods):
-            if method not in methods:
-                rules.refuse(f"cp_method {method}", f"{stack.name} has {', '.join(methods)}")
-                continue
+        for method in rules.choose("cp_method", methods, methods):
             for heads in _swapping(rules, cp, method, layout.tp):
                 if not rules.breaks(f"cp = {cp}, {method}", replace(layout, cp=cp, cp_method=method, cp_heads=heads)):
                     yield cp, method, heads
@@ -265,10 +261,8 @@ def _pipeline(rules: _Rules, gpus: int, cp: int) -> Iterator[tuple[int, int, str
 def _schedules(rules: _Rules, pp: int, can: tuple[str, ...]) -> Iterator[tuple[int, str]]:
     layers = rules.model.num_hidden_layers
     parts = f"{count_of(layers, 'layer')}, embedding and head"
-    for schedule in rules.choose("schedule", [name for name in can if not SCHEDULES[name].inferior_to]):
-        if schedule not in can:
-            rules.refuse(f"schedule {schedule}", f"{rules.stack.name} has {', '.join(can)}")
-        elif SCHEDULES[schedule].even_ranks and pp % 2:
+    for schedule in rules.choose("schedule", [name for name in can if not SCHEDULES[name].inferior_to], can):
+        if SCHEDULES[schedule].even_ranks and pp % 2:
             rules.refuse(f"pp = {pp}, {schedule}", "needs an even number of stages")
         else:
             for chunks in _chunks(rules, schedule, pp):
@@ -323,10 +317,7 @@ def _training_choices(rules: _Rules, dp: int, schedule: str, pp: int, share: int
     sizes = [size for size in _trained_sizes(rules, dp, cp) if _suits(rules, schedule, pp, dp, size)]
     modes = []
     can = rules.can.recompute
-    for mode in ("blocks",) if rules.named else rules.choose("recompute", can):
-        if not rules.named and mode not in can:
-            rules.refuse(f"recompute {mode}", f"{rules.stack.name} has {', '.join(can)}")
-            continue
+    for mode in ("blocks",) if rules.named else rules.choose("recompute", can, can):
         every = rules.choose("recompute_every", (2,)) if mode == "every-k" else (2,)
         modes += [(RECOMPUTE.index(mode), interval) for interval in every]
     rows = [(*state, size, *mode) for state in states for size in sizes for mode in modes]

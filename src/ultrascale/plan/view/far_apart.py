@@ -33,14 +33,14 @@ FIBRE_METRES_PER_SECOND = 2e8
 BITS_PER_BYTE = 8
 UPLINK_HOPS = 4
 """Two rounds of messages, each there and back: gloo's receiver reports that it is ready, and then the message is sent."""
-LIMITS: dict[str, tuple[float, float, float, str]] = {
-    "num_parameters": (1e3, 1e16, 1, ""), "distance_kilometres": (0, 1e6, 1, " km"),
-    "line_bits_per_second": (1e6, 1e18, 1e9, " Gbit/s"), "step_seconds": (1e-3, 1e7, 1, " s"),
-    "num_sites": (2, 100_000, 1, ""), "bits_per_parameter": (0.01, 64, 1, ""), "outer_every": (1, 1_000_000, 1, ""),
-    "switching_seconds": (0, 10, 1e-3, " ms"),
+LIMITS: dict[str, tuple[str, float, float, float, str]] = {
+    "num_parameters": ("parameters", 1e3, 1e16, 1, ""), "distance_kilometres": ("kilometres", 0, 1e6, 1, " km"),
+    "line_bits_per_second": ("line-gbits", 1e6, 1e18, 1e9, " Gbit/s"), "step_seconds": ("step-seconds", 1e-3, 1e7, 1, " s"),
+    "num_sites": ("sites", 2, 100_000, 1, ""), "bits_per_parameter": ("bits", 0.01, 64, 1, ""),
+    "outer_every": ("every", 1, 1_000_000, 1, ""), "switching_seconds": ("switching-ms", 0, 10, 1e-3, " ms"),
 }  # fmt: skip
-"""Lowest and highest value, and the unit of messages. They are far from anything built; a million kilometres is beyond the
-moon."""
+"""Flag of each number, its lowest and highest value, and the unit of messages. The limits are far from anything built; a
+million kilometres is beyond the moon."""
 
 
 @dataclass(frozen=True)
@@ -186,12 +186,12 @@ def far_apart(
 
 def _problems(key: str, value: float) -> Iterator[Problem]:
     """Problem of a number outside its limits."""
-    low, high, unit, name = LIMITS[key]
+    flag, low, high, unit, name = LIMITS[key]
     if math.isfinite(value) and low <= value <= high:
         return
     rule = f"must be from {low / unit:,.9g} to {high / unit:,.10g}{name}, is {value / unit:,.12g}"
     is_alone = key == "num_sites" and value < low
-    yield Problem(f"far.{key}", rule, "One site needs no far plan." if is_alone else "Give a number in this range.")
+    yield Problem(flag, rule, "One site needs no far plan." if is_alone else "Give a number in this range.")
 
 
 def _ceil(value: float) -> int:

@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ultrascale.console import plain_table
 from ultrascale.description.units import format_bytes, format_bytes_per_second, format_count, format_seconds
 from ultrascale.plan.view.far_apart import FarPlan
 
@@ -46,9 +47,8 @@ def _all_reduce(plan: FarPlan) -> Table:
 
 
 def _intervals(plan: FarPlan) -> Table:
-    table = Table(box=None, header_style="bold", padding=(0, 3, 0, 0))
-    for column in ("reduce every", "shown", "a step takes", "computing", "line traffic saved"):
-        table.add_column(column, justify="right", no_wrap=True)
+    columns = ("reduce every", "shown", "a step takes", "computing", "line traffic saved")
+    table = plain_table(*columns, left=(), whole=columns, pad_edge=True, padding=(0, 3, 0, 0))
     for interval in sorted({*INTERVALS, plan.outer_every}):
         variant = plan.every(interval)
         style = "bold green" if interval == plan.outer_every else ""

@@ -40,7 +40,7 @@ def unmasked_seconds(plan: RunPlan, result: SearchResult | None = None) -> float
     return _otherwise(plan, result, replace(plan.prediction.workload, documents=False))
 
 
-def packaged_seconds(plan: RunPlan, result: SearchResult | None = None) -> tuple[str, float] | None:
+def packaged_seconds(plan: RunPlan, result: SearchResult | None) -> tuple[str, float] | None:
     """FlashAttention's package for the device, and the seconds of a step with it, likewise.
 
     None if torch's kernel is as fast, if the run names a kernel, or if it cannot use the package.

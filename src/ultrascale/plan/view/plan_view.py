@@ -10,6 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from ultrascale.console import plain_table
 from ultrascale.description.architecture.weights import num_parameters
 from ultrascale.description.layout import Layout
 from ultrascale.description.units import format_bytes, format_count, format_flops_per_second, format_hours, format_seconds
@@ -205,10 +206,8 @@ def show_alternatives(plans: list[RunPlan], console: Console) -> None:
     """Print ZeRO stages by recomputation modes, with peak memory and step time; the first that fits is marked."""
     best = first_that_fits(plans)
     modes = list(dict.fromkeys(plan.run.layout.recompute for plan in plans))
-    table = Table(box=None, header_style="bold", padding=(0, 3, 0, 0))
-    table.add_column("ZeRO", no_wrap=True)
-    for mode in modes:
-        table.add_column(f"recompute {mode}", no_wrap=True, justify="right")
+    columns = ("ZeRO", *(f"recompute {mode}" for mode in modes))
+    table = plain_table(*columns, left=("ZeRO",), whole=columns, pad_edge=True, padding=(0, 3, 0, 0))
     for stage in dict.fromkeys(plan.run.layout.zero_stage for plan in plans):
         cells = [_cell(plan, plan is best) for plan in plans if plan.run.layout.zero_stage == stage]
         table.add_row(f"stage {stage}", *cells)

@@ -46,9 +46,10 @@ def show_ranking(result: SearchResult, console: Console, *, top: int, legend: bo
         tied = result.is_tied(candidate)
         mark = Text(f"{'=' if tied and number > 1 else ''}{number}", style="bold green" if number == 1 else "")
         need, words = float(candidate.memory.needed), layout_words(candidate.layout, candidate.num_micro_batches)
+        runs = ours and not untrainable(candidate.workload.model, candidate.layout)
         table.add_row(
             mark, format_seconds(candidate.step_seconds), f"{candidate.mfu():.1%}", format_bytes(need),
-            format_bytes(float(candidate.memory.headroom)), f"{risk(candidate):.0%}", _runs(candidate) if ours else "", words,
+            format_bytes(float(candidate.memory.headroom)), f"{risk(candidate):.0%}", "yes" * runs, words,
             style="bold" if number == 1 else "" if tied else "dim",
         )  # fmt: skip
     console.print(table)
@@ -106,10 +107,6 @@ def _batch_note(result: SearchResult) -> str:
     nearest = round(batch / gpus) * gpus
     sequences = count_of(batch, "sequence")
     return f"  At most {shared:,} of {count_of(gpus, 'GPU')} can share {sequences}; all could share {nearest:,}."
-
-
-def _runs(prediction: Prediction) -> str:
-    return "" if untrainable(prediction.workload.model, prediction.layout) else "yes"
 
 
 def layout_words(layout: Layout, num_micro_batches: int) -> str:

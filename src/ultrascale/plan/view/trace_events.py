@@ -20,9 +20,7 @@ COLOURS = {Kind.FORWARD: "rail_response", Kind.BACKWARD: "good", Kind.INPUT_GRAD
 """Colour names of chrome://tracing; Perfetto chooses its own by name."""
 
 
-def trace_events(
-    timeline: Timeline, *, title: str = "pipeline", after: Mapping[str, float] = MappingProxyType({})
-) -> dict[str, Any]:
+def trace_events(timeline: Timeline, *, title: str, after: Mapping[str, float] = MappingProxyType({})) -> dict[str, Any]:
     """JSON object to write to a file: names, passes, live activations as counters, messages as arrows. `after`: names and
     seconds of work on all ranks after the pipeline."""
     events = [{"ph": "M", "pid": 0, "name": "process_name", "args": {"name": title}}]

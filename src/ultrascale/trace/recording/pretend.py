@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -54,25 +55,14 @@ def pretended_rank(rank: int, world: int, kind: Kind) -> Iterator[tuple[Ranks, S
         warnings.simplefilter("ignore", FutureWarning)  # torch's, of names that older versions have alone
         undo.enter_context(meta_stands_for(kind))
         for owner, name, value in _replacements(kind, streams):
-            undo.enter_context(replaced(owner, name, value))
+            undo.enter_context(patch.object(owner, name, value))
         group = None
         if world > 1:
-            undo.enter_context(replaced(sys, "excepthook", sys.excepthook))  # torch's begins each line with [rank1]
+            undo.enter_context(patch.object(sys, "excepthook", sys.excepthook))  # torch's begins each line with [rank1]
             _join(rank, world)
             undo.callback(dist.destroy_process_group)
             group = dist.group.WORLD
         yield Ranks(rank, world, META, group), streams
-
-
-@contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Context in which `owner.name` is `value`. Raises AttributeError if it has no such attribute."""
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
 
 
 def forget_meshes() -> None:
@@ -199,19 +189,13 @@ def _attention_on_cuda(
     scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
     if query.dtype == torch.float64:
-        return _attention_in_products(query, key, value, attn_mask, is_causal, scale)
+        return _aten._scaled_dot_product_attention_math(query, key, value, attn_mask, 0.0, is_causal, scale=scale)[0]
     one_width = query.shape[-1] == value.shape[-1]
     if attn_mask is None and one_width and query.dtype in (torch.bfloat16, torch.float16):
         return _aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
     bias = None if attn_mask is None else attn_mask.expand(*query.shape[:3], key.shape[2])
     needs = torch.is_grad_enabled() and query.requires_grad
     return _aten._scaled_dot_product_efficient_attention(query, key, value, bias, needs, dropout_p, is_causal, scale=scale)[0]
-
-
-def _attention_in_products(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None
-) -> Tensor:
-    return _aten._scaled_dot_product_attention_math(query, key, value, mask, 0.0, is_causal, scale=scale)[0]
 
 
 _attention_of: dict[Kind, Callable[..., Tensor]] = {"cpu": _attention_on_cpu, "cuda": _attention_on_cuda}

@@ -105,16 +105,13 @@ class Storages(LiveMemory):
     def _count_all(self, result: Any, func: Any) -> None:
         if not self.is_counting:
             return
-        if isinstance(result, Tensor):
-            self._count(result, self._category(), func)
-            return
         for tensor in tensors_in(result):
             self._count(tensor, self._category(), func)
 
     def _add_new(self, result: Any, func: Any) -> None:
         if not self.is_counting:
             return
-        for tensor in (result,) if isinstance(result, Tensor) else tensors_in(result):
+        for tensor in tensors_in(result):
             if tensor.device.type in self.counted and not is_on_host(tensor.untyped_storage()):
                 self._add(tensor.untyped_storage(), self._category(), func)
 
@@ -190,8 +187,7 @@ class Storages(LiveMemory):
 
             return checkpoint(either, *args, **options)
 
-        setattr(recompute, "checkpoint", watched)  # noqa: B010
-        self._undo.append(lambda: setattr(recompute, "checkpoint", checkpoint))
+        self._replace(recompute, "checkpoint", watched)
         begin, run_again = Region.__init__, Region.run_again
 
         def begun(region: Region, *args: Any) -> None:
@@ -205,9 +201,8 @@ class Storages(LiveMemory):
             finally:
                 self._block = before
 
-        setattr(Region, "__init__", begun)  # noqa: B010
-        setattr(Region, "run_again", again)  # noqa: B010
-        self._undo.append(lambda: (setattr(Region, "__init__", begin), setattr(Region, "run_again", run_again)))
+        self._replace(Region, "__init__", begun)
+        self._replace(Region, "run_again", again)
 
     def _watch_blocks(self) -> None:
         """Hook the model's blocks, so that storages are labelled with the block that made them."""
@@ -315,7 +310,7 @@ class Recorder(Storages):
                 return first
             return self._run(func, args, options)
         if func._overloadpacket in FLOPS:
-            self._add_flops(func, FLOPS[func._overloadpacket](args, options, first))
+            self._add_flops(func, FLOPS[func._overloadpacket](*args, **options, out_val=first))
         return first if func._schema.returns else None
 
     def _make(self, func: Any, args: Any, options: Any) -> Any:
@@ -424,7 +419,7 @@ class Recorder(Storages):
 
     def _flops(self, func: Any, args: Any, options: Any, result: Any) -> int:
         formula = FLOPS.get(func._overloadpacket)
-        return 0 if formula is None else formula(args, options, result)
+        return 0 if formula is None else formula(*args, **options, out_val=result)
 
     def _add_flops(self, func: Any, flops: int) -> None:
         self.trace.flops[self._step, func._schema.name.rpartition("::")[2], self._pass()] += flops * self.times

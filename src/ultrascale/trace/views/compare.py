@@ -54,15 +54,19 @@ class Comparison:
     def to_json(self) -> dict[str, Any]:
         """A JSON-able dictionary."""
         return {
-            "memory": [row._asdict() | {"percent": row.percent} for row in self.memory],
+            "memory": _json(self.memory),
             "traffic": [
                 {"axis": row.axis, **row.key._asdict(), "traced": row.traced._asdict(),
                  "planned": None if row.planned is None else row.planned._asdict()}
                 for row in self.traffic
             ],
-            "flops": [row._asdict() | {"percent": row.percent} for row in self.flops],
-            "islands": [row._asdict() | {"percent": row.percent} for row in self.islands],
+            "flops": _json(self.flops),
+            "islands": _json(self.islands),
         }  # fmt: skip
+
+
+def _json(rows: list[Row]) -> list[dict[str, Any]]:
+    return [row._asdict() | {"percent": row.percent} for row in rows]
 
 
 def compare(trace: RankTrace, planned: Planned | None, step: int = 1) -> Comparison:

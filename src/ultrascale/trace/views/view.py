@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from functools import partial
 
 from rich.console import Console
 from rich.table import Table
 
+from ultrascale.console import plain_table
 from ultrascale.description.units import count_of, format_bytes, format_count, format_percent
 from ultrascale.trace.recording.record import RankTrace
 from ultrascale.trace.stages import StagePeak
@@ -21,6 +23,8 @@ BY_MESSAGES = (
 SQUARES = "attention as torch counts it: whole squares of scores, masked or not; MFU counts the causal half"
 LINES = 12
 """Number of rows of messages to show: those with most bytes."""
+
+_table = partial(plain_table, folds=True, padding=(0, 2, 0, 0))
 
 
 def show_trace(
@@ -62,7 +66,7 @@ def show_trace(
 
 def show_stages(peaks: list[StagePeak], console: Console) -> None:
     """Print a line for each pipeline stage."""
-    table = _table("stage", "rank", "traced peak", "planned", "difference", "reserved", right=(1, 2, 3, 4, 5))
+    table = _table("stage", "rank", "traced peak", "planned", "difference", "reserved", left=("stage",))
     for peak in peaks:
         table.add_row(
             str(peak.pp), str(peak.rank), format_bytes(peak.traced_bytes), _bytes(peak.planned_bytes),
@@ -73,7 +77,7 @@ def show_stages(peaks: list[StagePeak], console: Console) -> None:
 
 def show_parts(parts: list[Part], edits: list[Edit], total: int, console: Console) -> None:
     """Prints the largest parts at the peak, and the changes that would help."""
-    table = _table("live at the peak", "of", "storages", "bytes", "share", right=(2, 3, 4))
+    table = _table("live at the peak", "of", "storages", "bytes", "share", left=("live at the peak", "of"))
     for part in parts:
         what = part.what if not part.line else f"{part.what}  {part.line}"
         table.add_row(
@@ -88,7 +92,7 @@ def show_parts(parts: list[Part], edits: list[Edit], total: int, console: Consol
     if (together := edits[0].at_once) > 1:
         does = f"no single change makes it fit: the first line is the best of {together} at once"
         console.print(does if edits[0].fits else f"{does}, and does not either: take more devices, or shorter sequences")
-    table = _table("change", "the fullest rank then needs", "saves", "fits", "step", right=(1, 2, 4))
+    table = _table("change", "the fullest rank then needs", "saves", "fits", "step", left=("change", "fits"))
     for edit in edits:
         slower, fits = "" if edit.slower is None else f"{100 * edit.slower:+.0f}%", "yes" if edit.fits else "no"
         table.add_row(edit.setting, format_bytes(edit.needed_bytes), format_bytes(edit.saved_bytes), fits, slower)
@@ -96,7 +100,7 @@ def show_parts(parts: list[Part], edits: list[Edit], total: int, console: Consol
 
 
 def _rows_table(what: str, rows: Iterable[Row]) -> Table:
-    table = _table(what, "traced", "planned", "difference", right=(1, 2, 3))
+    table = _table(what, "traced", "planned", "difference", left=(what,))
     for row in rows:
         style = "bold" if row.name == "peak" else ""
         table.add_row(row.name, format_bytes(row.traced), _bytes(row.planned), format_percent(row.percent), style=style)
@@ -104,7 +108,9 @@ def _rows_table(what: str, rows: Iterable[Row]) -> Table:
 
 
 def _traffic_table(comparison: Comparison, tier: dict[str, str]) -> Table:
-    table = _table("messages of a step", "axis", "ranks", "tier", "traced", "", "planned", "", right=(2, 4, 5, 6, 7))
+    table = _table(
+        "messages of a step", "axis", "ranks", "tier", "traced", "", "planned", "", left=("messages of a step", "axis", "tier")
+    )
     for row in comparison.traffic:
         planned = ("", "") if row.planned is None else (str(row.planned.count), format_bytes(row.planned.num_bytes))
         ranks = f"{row.key.size}" + (f" / {row.key.stride}" if row.key.stride > 1 else "")
@@ -121,14 +127,14 @@ def _lines_table(trace: RankTrace, step: int) -> Table:
             key = (sent.line, sent.kind, "hosts" if sent.is_host else sent.axis)
             counts[key] += sent.times
             sizes[key] += sent.num_bytes * sent.times
-    table = _table("issued by", "what", "axis", "times", "bytes", right=(3, 4))
+    table = _table("issued by", "what", "axis", "times", "bytes", left=("issued by", "what", "axis"))
     for key, size in sizes.most_common(LINES):
         table.add_row(*key, str(counts[key]), format_bytes(size))
     return table
 
 
 def _flops_table(trace: RankTrace, comparison: Comparison, step: int) -> Table:
-    table = _table("FLOPs of a step", "forward", "recompute", "backward", "sum", "planned", right=(1, 2, 3, 4, 5))
+    table = _table("FLOPs of a step", "forward", "recompute", "backward", "sum", "planned", left=("FLOPs of a step",))
     names = sorted({op for of_step, op, _ in trace.flops if of_step == step}, key=lambda op: (-sum(_of(trace, step, op)), op))
     for op in names:
         row = _of(trace, step, op)
@@ -149,10 +155,3 @@ def _count(row: Row) -> str:
 
 def _bytes(number: int | None) -> str:
     return "" if number is None else format_bytes(number)
-
-
-def _table(*columns: str, right: tuple[int, ...] = ()) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="right" if number in right else "left", overflow="fold")
-    return table

@@ -231,10 +231,7 @@ class RunFolder:
 
     def read_json(self, name: str) -> Any:
         """A JSON file of the folder; None if it is missing or damaged."""
-        try:
-            return json.loads((self.path / name).read_text())
-        except (OSError, ValueError, RecursionError):
-            return None
+        return read_json(self.path / name)
 
     def append(self, name: str, line: str) -> None:
         """Append a line to a file of the folder, on a new line even if a crash truncated the last one."""
@@ -266,16 +263,14 @@ class RunFolder:
 
         if fate := self.lost():
             raise RunFolderLostError(f"{self.path} {fate} while the run trained in it, and its ranks are not started again.")
-        events = self.path / "events.jsonl"
-        rows = read_rows(events) if events.exists() else ()
+        rows = read_rows(self.path / "events.jsonl")
         damaged = [row["damaged"] for row in rows if isinstance(row, dict) and isinstance(row.get("damaged"), list)]
         newest = newest_listed(self.checkpoints, without=damaged[-1] if damaged else ())
         return "none" if newest is None else newest.name
 
     def metric_rows(self) -> list[dict[str, Any]]:
         """Rows of `metrics.jsonl`, without rows truncated by a crash or a full disk; empty if the file is missing."""
-        rows = read_rows(self.metrics) if self.metrics.exists() else ()
-        return [row for row in map(metric_row, rows) if row is not None]
+        return [row for row in map(metric_row, read_rows(self.metrics)) if row is not None]
 
     def forget_metrics_from(self, steps_done: int) -> int:
         """Drop rows of steps after `steps_done`, which will be repeated, and a truncated row, so that every step has one
@@ -298,6 +293,14 @@ class RunFolder:
         name = next(name for name in names if not (self.path / name).exists())
         self.write_text(name, self.metrics.read_text(errors="replace"))
         return name
+
+
+def read_json(path: Path) -> Any:
+    """Value of a JSON file; None if it is missing or damaged."""
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError):
+        return None
 
 
 VERSIONS = ("ultrascale", "python", "torch", "cuda", "device")

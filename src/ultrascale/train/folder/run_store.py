@@ -33,20 +33,17 @@ from ultrascale.checkpoint.disk.files import read_manifest
 from ultrascale.checkpoint.disk.folders import candidates, step_folder
 from ultrascale.checkpoint.disk.nodes import NodeDisks, shards_to_bring
 from ultrascale.checkpoint.manifest import Manifest, decode, encode
-from ultrascale.checkpoint.stored import (
+from ultrascale.checkpoint.stored.fetch import fetch, stored_checkpoint, stored_checkpoints, stored_manifest
+from ultrascale.checkpoint.stored.index import Index, key_of
+from ultrascale.checkpoint.stored.publish import (
     collect_leftovers,
-    fetch,
+    files_of,
     prune_stored,
     publish_stored,
-    saves_on,
-    stored_checkpoint,
-    stored_checkpoints,
-    stored_manifest,
+    published_version,
     upload_files,
-    whole_saves,
 )
-from ultrascale.checkpoint.stored.index import Index, key_of
-from ultrascale.checkpoint.stored.publish import files_of, published_version
+from ultrascale.checkpoint.stored.unfinished import saves_on, whole_saves
 from ultrascale.description.problems import mistake
 from ultrascale.description.run import Run
 from ultrascale.launch.events import stamp

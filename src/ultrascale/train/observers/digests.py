@@ -15,12 +15,10 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ultrascale.checkpoint import Slice
 from ultrascale.description.units import first_few
-from ultrascale.parallel.lost import waiting
 from ultrascale.parallel.mesh import Ranks
 
 ROW = 4096
@@ -67,7 +65,7 @@ def compare(tensors: dict[str, list[Slice]], ranks: Ranks) -> Comparison:
     keys = [_key(name, part) for name, part in local_parts]
     digests = torch.stack([digest(part.tensor) for _, part in local_parts]).tolist() if local_parts else []
     names = {key: name for key, (name, _) in zip(keys, local_parts, strict=True)}
-    return judge([list(zip(*pair, strict=True)) for pair in _gathered(keys, digests, ranks)], names)
+    return judge([[*zip(*pair, strict=True)] for pair in ranks.gather_json([keys, digests])], names)
 
 
 def judge(of_ranks: list[list[tuple[int, int]]], names: dict[int, str]) -> Comparison:
@@ -93,18 +91,3 @@ def _key(name: str, part: Slice) -> int:
     """Key of a part of a tensor: 64 bits, equal on every rank that holds the part."""
     text = f"{name} {part.offsets} {tuple(part.tensor.shape)}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
-
-
-def _gathered(keys: list[int], digests: list[int], ranks: Ranks) -> list[tuple[list[int], list[int]]]:
-    """Every rank's keys and digests, by rank."""
-    if ranks.host_group is None:
-        return [(keys, digests)]
-    counts = torch.zeros(ranks.world, dtype=torch.int64)
-    counts[ranks.rank] = len(keys)
-    counts = ranks.sum(counts).tolist()
-    padded = torch.zeros(2, max(counts), dtype=torch.int64)
-    padded[:, : len(keys)] = torch.tensor([keys, digests], dtype=torch.int64)
-    parts = [torch.empty_like(padded) for _ in counts]
-    with waiting("a comparison of replicas", ranks.host_group, tensor=padded):
-        dist.all_gather(parts, padded, group=ranks.host_group)
-    return [(part[0, :n].tolist(), part[1, :n].tolist()) for part, n in zip(parts, counts, strict=True)]

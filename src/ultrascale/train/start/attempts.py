@@ -13,7 +13,6 @@ them and does not pass them on, so such a rank is reported as ended "without a w
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -36,7 +35,7 @@ from ultrascale.parallel.arrival import give_up
 from ultrascale.parallel.mesh import Ranks
 from ultrascale.run_rows import event_line
 from ultrascale.storage import StorageError
-from ultrascale.train.folder.run_folder import RunFolder, RunFolderLostError
+from ultrascale.train.folder.run_folder import RunFolder, RunFolderLostError, read_json
 from ultrascale.train.watch.signs_of_life import FOLDER_PREFIX, Signs
 
 ATTEMPT_FILE = "attempt.json"
@@ -50,7 +49,8 @@ MOST_NAMED = 2
 def attempt(folder: RunFolder, ranks: Ranks, signs: Signs) -> Iterator[None]:
     """Context in which ranks train that no launcher of ours watches. On entry, records in the events how the previous attempts
     ended, if they did not end in order. Collective; rank 0 owns the folder."""
-    nodes = ranks.gather_json(_here(signs))
+    here = {"node": socket.gethostname(), "folder": signs.folder.name} if signs.leads and signs.folder else None
+    nodes = ranks.gather_json(here)
     before = ranks.gather_json(_before(folder) if ranks.is_first else None)[0]
     gathered = ranks.gather_json(_local_reports(before) if signs.leads else [])
     again = any(int(text) > 0 for text in ranks.gather_text(os.environ.get(RESTARTS, "0")))  # each agent counts its own
@@ -142,10 +142,6 @@ def _blame(ranks: dict[int, dict[str, Any]], before: dict[str, Any]) -> tuple[in
     return None, "; ".join(missed[:MOST_NAMED]) or "the ranks ended without a word"
 
 
-def _here(signs: Signs) -> dict[str, str] | None:
-    return {"node": socket.gethostname(), "folder": signs.folder.name} if signs.leads and signs.folder else None
-
-
 def _before(folder: RunFolder) -> dict[str, Any] | None:
     """Record of the previous attempt; None if it ended in order. A damaged file gives as much as can be read."""
     if not (folder.path / ATTEMPT_FILE).exists():
@@ -180,14 +176,14 @@ def _local_reports(before: dict[str, Any] | None) -> list[dict[str, Any]]:
 
 def _reports_in(folder: Path) -> Iterator[dict[str, Any]]:
     beats, now = heartbeat.read(folder), stamp()
-    odd, hang = disagreement(beats), _read(folder / HANG_FILE)
+    odd, hang = disagreement(beats), read_json(folder / HANG_FILE)
     for beat in beats:
         age = now["monotonic"] - beat.time
         if age >= 0:  # else from an earlier boot of this machine
             yield {
                 "rank": beat.rank, "node": socket.gethostname(), "doing": beat.doing, "is_done": beat.doing == heartbeat.DONE,
                 "step": beat.steps_done if beat.started_at >= 0 else None, "odd": odd, "hang": hang,
-                "cause": _read(folder / f"{beat.rank}.cause"), "refused": (folder / f"{beat.rank}.refused").exists(),
+                "cause": read_json(folder / f"{beat.rank}.cause"), "refused": (folder / f"{beat.rank}.refused").exists(),
                 "meanwhile": meanwhile([other for other in beats if other.rank != beat.rank], beat.rank, []),
                 "stamp": now | {"time": now["time"] - age, "monotonic": beat.time},
             }  # fmt: skip
@@ -199,13 +195,6 @@ def _remove_signs(before: dict[str, Any] | None, folder: RunFolder) -> None:
             with suppress(OSError):
                 keep_hang(old, folder.path)
         shutil.rmtree(old, ignore_errors=True)
-
-
-def _read(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None
 
 
 def _last_row(folder: RunFolder) -> dict[str, Any]:

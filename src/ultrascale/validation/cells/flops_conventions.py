@@ -24,7 +24,7 @@ CONVENTIONS = ("model_full", "model_full_allparams", "model_causal", "hw_full", 
 
 
 @lru_cache(maxsize=1024)
-def flops_per_token(model: Model, sequence_length: int, convention: str = "model_full") -> float:
+def flops_per_token(model: Model, sequence_length: int, convention: str) -> float:
     """FLOPs per token, forward and backward, by a convention of the table above; other names count as `model_full`."""
     layers = model.num_hidden_layers + model.num_nextn_predict_layers
     if convention == "hw_full_layers_only":

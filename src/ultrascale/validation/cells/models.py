@@ -94,7 +94,7 @@ def fill_playbook(config: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
     return filled, ("dimensions, vocabulary and sequence length are those inferred for the playbook's model of this name",)
 
 
-def model_of(config: RunConfig, *, predicts_further: bool = False) -> tuple[Model, tuple[str, ...]]:
+def model_of(config: RunConfig, *, predicts_further: bool) -> tuple[Model, tuple[str, ...]]:
     """The row's model, and the assumptions made. `predicts_further`: its program trains DeepSeek-V3's multi-token prediction.
 
     Raises UnrepresentableError.
