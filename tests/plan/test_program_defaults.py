@@ -255,10 +255,10 @@ def test_gpt_oss_has_its_biases_and_sinks_in_rows_too():
     ("words", "settings"),
     [
         ("", ("eager", False, "flash-2", False)),
-        (" with Liger Kernel", ("chunked", True, "flash-2", False)),
+        (" with Liger Kernel", ("by-rows", True, "flash-2", False)),
         (", FA3", ("eager", False, "flash", True)), (" + FlashAttention-4", ("eager", False, "flash", True)),
         (", flash attention 2", ("eager", False, "flash-2", False)), (", cuDNN attention", ("eager", False, "cudnn", False)),
-        (", liger_kernel", ("chunked", True, "flash-2", False)), (", FlashAttention v3", ("eager", False, "flash", True)),
+        (", liger_kernel", ("by-rows", True, "flash-2", False)), (", FlashAttention v3", ("eager", False, "flash", True)),
         *((words, ("eager", False, "flash-2", False)) for words in (
             ", torch 2.8, CUDA 12.9, cuDNN 9.10", " without Liger", ", no cuDNN attention", ", FA3 off",
             ", flash-attn 4D parallel", ", FlashAttention2 3D",

@@ -244,7 +244,7 @@ def head_work(model: Model, shape: Shape) -> tuple[Op, ...]:
     final = norm(model, shape, "norm", "hidden", "final", model.hidden_size, model.hidden_size, shape.outer_tokens)
     head = "embed_tokens" if model.tie_word_embeddings else "lm_head"
     gather, source = column_source(without_fp8(shape), "final", model.hidden_size)
-    if shape.kernels.cross_entropy == "chunked":
+    if shape.kernels.cross_entropy in ("chunked", "by-rows"):
         gather = tuple(replace(op, collectives=op.collectives[:1]) for op in gather if op.kind == "gather")
         return final, *gather, _chunked_loss(model, shape, head, source.read)
     vocabulary = shape.tp_part(model.vocab_size)
@@ -271,7 +271,8 @@ def _chunked_loss(model: Model, shape: Shape, head: str, read: str) -> Op:
         Activation("head_hidden_gradient", shape.outer_tokens * d * a),
         Activation("head_weight_gradient", v * d * a),
     )
-    by_slabs = slab_columns(n, largest, a, shape.device) is not None
+    columns = _slab_columns(shape, largest)
+    by_slabs = columns is not None
     if by_slabs:
         room = _slab_loss_scratch_bytes(shape, d, largest)
     else:
@@ -282,7 +283,7 @@ def _chunked_loss(model: Model, shape: Shape, head: str, read: str) -> Op:
         )
     if by_slabs:
         # Per logit: written and copied twice, log-softmax and softmax, scaled into place, read by two GEMMs.
-        moves, sums, parts = n * v * (7 * a + 7 * w), n * d, -(-v // (slab_columns(n, largest, a, shape.device) or v))
+        moves, sums, parts = n * v * (7 * a + 7 * w), n * d, -(-v // (columns or v))
     else:
         # Per logit: written, read into its wide copy, log-softmax, exponential, gradient, read by two GEMMs.
         moves, sums, parts = n * v * (2 * a + 6 * w), v * d, -(-n // chunk_rows(n, largest, shape.device))
@@ -294,11 +295,17 @@ def _chunked_loss(model: Model, shape: Shape, head: str, read: str) -> Op:
     )  # fmt: skip
 
 
+def _slab_columns(shape: Shape, v: int) -> int | None:
+    """`slab_columns` of the loss that has slabs."""
+    has_slabs = shape.kernels.cross_entropy == "chunked"
+    return slab_columns(shape.num_tokens, v, shape.itemsize, shape.device) if has_slabs else None
+
+
 def _chunked_traffic(shape: Shape, d: int, v: int) -> tuple[Collective, ...]:
     if shape.tp == 1:
         return ()
     n, rows = shape.num_tokens, chunk_rows(shape.num_tokens, v, shape.device)
-    by_slabs = slab_columns(n, v, shape.itemsize, shape.device) is not None
+    by_slabs = _slab_columns(shape, v) is not None
     sizes = [n] if by_slabs else [rows] * (n // rows) + ([n % rows] if n % rows else [])
     each = 2 if by_slabs else 3
     joined = [Collective("all_gather", "tp", shape.tp * size * each * shape.wide_itemsize, "forward") for size in sizes]

@@ -26,10 +26,11 @@ Selective = Literal["modules", "elementwise", "attention", "alternate-products",
 class Kernels:
     """Fused kernels on one device."""
 
-    cross_entropy: Literal["chunked", "fused", "compiled", "unfused", "eager"] = "chunked"
-    """chunked: the logits never exist as a whole, gradients are kept instead. fused: one kernel overwrites them with their
-    gradient. compiled: logits are kept, and their gradient is allocated beside them. unfused: an fp32 copy becomes softmax,
-    then gradient. eager: `F.cross_entropy` of an fp32 copy, three of them at the peak."""
+    cross_entropy: Literal["chunked", "by-rows", "fused", "compiled", "unfused", "eager"] = "chunked"
+    """chunked: the logits never exist as a whole, gradients are kept instead. by-rows: the same by chunks of rows alone, whose
+    logits are computed once. fused: one kernel overwrites them with their gradient. compiled: logits are kept, and their
+    gradient is allocated beside them. unfused: an fp32 copy becomes softmax, then gradient. eager: `F.cross_entropy` of an fp32
+    copy, three of them at the peak."""
     swiglu: bool = True
     """The product of gate and up is computed by one kernel, which saves only its two inputs."""
     rotary: bool = True

@@ -35,7 +35,7 @@ _SELECTIVE = (
 )  # fmt: skip
 """Words of `recompute_detail`, and the recomputation that they mean."""
 
-_LIGER = dict.fromkeys(("kernels.norm", "kernels.rotary", "kernels.swiglu"), True) | {"kernels.cross_entropy": "chunked"}
+_LIGER = dict.fromkeys(("kernels.norm", "kernels.rotary", "kernels.swiglu"), True) | {"kernels.cross_entropy": "by-rows"}
 _FLASH = {"kernels.attention": "flash", "attention_kernel": "flash", "kernels.masks_in_kernel": True}
 _CUDNN = {"kernels.attention": "flash", "attention_kernel": "cudnn"}
 _IN_FRAMEWORK: tuple[tuple[str, dict[str, Any]], ...] = tuple(
