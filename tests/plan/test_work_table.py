@@ -201,3 +201,17 @@ def test_the_vocabulary_is_cut_over_tp() -> None:
     small = [c for op in head_work(LLAMA, shape) for c in op.collectives if c.kind == "all_reduce"]
     assert [c.num_bytes for c in small] == [4096 * 4] * 3
     assert [c.kind for op in embedding_work(LLAMA, shape) for c in op.collectives] == ["reduce_scatter", "all_gather"]
+
+
+def test_a_chunked_loss_of_others_computes_its_logits_once_and_keeps_none() -> None:
+    """torchtitan 0.3 (ChunkedLossWrapper) and Liger go by rows; ours goes by slabs of the vocabulary where rows are many."""
+    model, rows = preset("llama-3-8b"), 65_536
+
+    def head(kernels: Kernels):
+        return head_work(model, Shape(1, rows, "bf16", device="cuda", kernels=kernels))
+
+    ours, theirs, whole = (head(kernels) for kernels in (Kernels(), STACKS["torchtitan-2026"].kernels, MEGATRON.kernels))
+    product, logits = rows * model.vocab_size * model.hidden_size, rows * model.vocab_size * 2
+    assert (ours[-1].flops, theirs[-1].flops) == (8 * product, 6 * product)
+    assert theirs[-1].scratch_bytes + sum(kept.num_bytes for kept in theirs[-1].makes) < logits / 2
+    assert any(kept.num_bytes == logits for op in whole for kept in op.makes)
