@@ -1,7 +1,7 @@
 """Fit the numbers of the time model that only whole runs show, a source or a kind left out at a time, and write what is left.
 
-    python benchmarks/plan/cross_validate.py measured_runs.csv measured_oom.csv playbook_runs.csv --markdown docs/validation.md \
-        --collected benchmarks/plan/collected_runs.csv
+    python benchmarks/plan/cross_validate.py measured_runs.csv measured_oom.csv playbook_runs.csv \
+        --markdown docs/validation.md --collected benchmarks/plan/collected_runs.csv
 
 Each such number (`plan.constants`, or `shared` by stacks' files) is a knob with a prior: what literature or arithmetic says of
 it, and how far it may be from that. Knobs are fitted to the logarithm of measured over predicted time with a Huber loss, a
@@ -12,8 +12,8 @@ honest ones. The same is done for kinds: all mixtures of experts, all runs of on
 playbook's scan the runs on few nodes are in the fits; the older one of the same program, most of whose pipelines waited for the
 network of the day, is not.
 
-Rows of `--collected` take part in no fit: strangers found them, blind. They have a table of their own, and intervals are as wide
-as their errors and those of sources left out ask for together.
+Rows of `--collected` take part in no fit: strangers found them, blind. They have a table of their own, and intervals are as
+wide as their errors and those of sources left out ask for together.
 
 The knobs in the code are set by hand from what this prints.
 """
@@ -348,7 +348,9 @@ def main(
         print(f"without {one.group:30s} {one.count:5d}   {one.median_absolute:6.1%} {one.median_error:+6.1%}")
     report = score(unseen_rows, unseen_predictions)
     for one in (*report.time["source"], *report.time["all"]):
-        print(f"collected {one.group:28s} {one.count:5d}   {one.median_absolute:6.1%} {one.median_error:+6.1%} {one.covered:6.0%}")
+        print(
+            f"collected {one.group:28s} {one.count:5d}   {one.median_absolute:6.1%} {one.median_error:+6.1%} {one.covered:6.0%}"
+        )
     print(f"mean of sources, left out: {fmean(fold.left_out.median_absolute for fold in table[:-2]):.1%}")
     if markdown is not None:
         predictions = predict_rows([row.config for row in rows])

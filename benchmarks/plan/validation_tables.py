@@ -32,8 +32,8 @@ def write_markdown(
     before, _, rest = text.partition(START)
     _, _, after = rest.partition(END)
     body = "\n\n".join(
-        (_folds(folds), _collected(collected), _errors("A whole kind left out", list(kinds.values())), _intervals(report, intervals),
-         _memory(report.memory), _verdicts(report.verdicts), _margins(margins),
+        (_folds(folds), _collected(collected), _errors("A whole kind left out", list(kinds.values())),
+         _intervals(report, intervals), _memory(report.memory), _verdicts(report.verdicts), _margins(margins),
          _picks(report.picks), _errors("Accelerator", report.time["accelerator"]), _missing(report))
     )  # fmt: skip
     path.write_text(f"{before}{START}\n\n{body}\n\n{END}{after}", encoding="utf-8")
