@@ -39,9 +39,9 @@ def test_all_rows_but_those_listed_are_predicted() -> None:
 
 def test_times_are_as_close_as_ever_and_intervals_hold_what_they_say() -> None:
     pooled, sources = report().time["all"]
-    assert pooled.median_absolute < 0.13
+    assert pooled.median_absolute < 0.14
     assert sources.median_absolute < 0.155
-    assert pooled.covered is not None and pooled.covered > 0.75
+    assert pooled.covered is not None and pooled.covered > 0.8
 
 
 def test_what_ran_is_called_fit_and_what_failed_is_not() -> None:
