@@ -12,8 +12,8 @@ honest ones. The same is done for kinds: all mixtures of experts, all runs of on
 playbook's scan the runs on few nodes are in the fits; the older one of the same program, most of whose pipelines waited for the
 network of the day, is not.
 
-Rows of `--collected` take part in no fit: strangers found them, blind. They have a table of their own, and intervals are as
-wide as their errors and those of sources left out ask for together.
+Rows of `--collected` take part in no fit here: strangers found them, blind. They have a table of their own, and intervals are
+as wide as their errors and those of sources left out ask for together.
 
 The knobs in the code are set by hand from what this prints.
 """

@@ -370,7 +370,14 @@ def test_accelerators_are_found_in_the_words_of_tables(text: str, name: str | No
     assert accelerator_in(text) == name
 
 
+def test_recomputation_of_every_nth_block_is_that_of_our_layouts():
+    for detail, every in (("every 4th layer", 4), ("every third block", 3), ("every other layer", 2), ("every 1st block", 1)):
+        layout = setup_of(config(recompute="selective", recompute_detail=detail)).layouts[0]
+        assert (layout.recompute, layout.recompute_every) == ("every-k", every)
+
+
 def test_a_memory_size_that_no_accelerator_has_is_reported():
+    assert not any("none of" in one for one in cluster_of(config(gpu="DGX A100 640GB", gpu_family="A100"), 8)[1])
     assert "gpu NVIDIA A100 SXM 80 GB: the catalogue has none of 48 GB" in cluster_of(config(gpu="A100 48GB"), 8)[1]
     for gpu in ("A100-64GB", "B200-180GB-SXM", "GH200 96GB", "H100"):
         assert not any("the catalogue has none" in text for text in cluster_of(config(gpu=gpu), 8)[1])

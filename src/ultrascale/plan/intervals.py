@@ -1,6 +1,6 @@
 """Uncertainty of a prediction: the risk of running out of memory, and prediction intervals of a step time.
 
-Intervals come from errors on sources that were left out of the fit, and on runs that no fit saw
+Intervals come from errors on sources that were left out of the fit, and on runs that took part in none
 (`benchmarks/plan/collected_runs.csv`).
 
 Split conformal prediction by groups (Vovk et al. 2005, chapter 4): every row is predicted with constants fitted without its

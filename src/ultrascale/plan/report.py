@@ -238,12 +238,13 @@ def not_trainable(run: Run) -> list[str]:
     return [problem.key for problem in (*untrainable(run.model, run.layout), *micro_batch_problems(run))]
 
 
-def plan_run(run: Run, cluster: Cluster, stack: Stack = STACKS["ultrascale"], **conditions: Any) -> RunPlan:
-    """Memory and time of `run` on `cluster`, with the run's optimizer; with islands, of one island on its own cluster.
-
-    `conditions`: those of `workload_of`. Raises SpecError for an unknown choice, and if the batch or the device does not suit
-    the layout.
-    """
+def plan_run(
+    run: Run, cluster: Cluster, stack: Stack = STACKS["ultrascale"], *, expert_imbalance: float = 1.0,
+    storage: Storage | None = None, save_seconds: float | None = None,
+) -> RunPlan:  # fmt: skip
+    """Memory and time of `run` on `cluster`, with the run's optimizer; with islands, of one island on its own cluster. Raises
+    SpecError for an unknown choice, and if the batch or the device does not suit the layout."""
+    conditions: Any = {"expert_imbalance": expert_imbalance, "storage": storage, "save_seconds": save_seconds}
     expect_choices(run)
     if run.islands.count > 1:
         return replace(plan_run(run_of_island(run), cluster, stack, **conditions), islands=plan_islands(run))
@@ -251,7 +252,7 @@ def plan_run(run: Run, cluster: Cluster, stack: Stack = STACKS["ultrascale"], **
     if run.layout.recompute == "auto":
         from ultrascale.plan.search.recompute_choice import with_recomputation  # here: plans for CPUs do without
 
-        run = with_recomputation(run, cluster, stack, **conditions)
+        run = with_recomputation(run, cluster, stack, expert_imbalance=expert_imbalance)
     device, knows_rates = device_of(cluster.accelerator), has_rates(cluster.accelerator, run.layout.precision)
     prediction = None
     if knows_rates:

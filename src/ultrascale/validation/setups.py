@@ -69,8 +69,11 @@ _NEGATED = re.compile(r"\b(?:no|not|without)\b(?:(?!\b(?:with|but)\b)[^,;+()])*"
 _NO_OFFLOAD = re.compile(r"\(?\b(?:no|not|without)\b[^,;+()]*offload\w*\)?", re.IGNORECASE)
 _NO_PRODUCT = re.compile("gather|reduc|commun|optim|state|moment|master|grad|cache|checkpoint|sum|accum|attention")
 """Words for tensors whose precision is not that of the products of weights."""
-_EVERY_SECOND = re.compile(r"every (?:second|other|2(?:nd)?) (?:transformer )?(?:block|layer)", re.IGNORECASE)
-"""Words for full recomputation of every second block."""
+_EVERY = re.compile(
+    r"every (second|other|third|fourth|[1-9]\d?)(?:st|nd|rd|th)? (?:transformer )?(?:block|layer)", re.IGNORECASE
+)
+"""Words for full recomputation of every second, third, ... block."""
+_ORDINALS = {"second": 2, "other": 2, "third": 3, "fourth": 4}
 _ENDS = 2
 """Embedding and head, which may be separate pipeline stages (Megatron: 128 stages for 126 layers)."""
 _PLAIN = (schedule_for(1), schedule_for(2))
@@ -144,7 +147,7 @@ def _base_layout(config: RunConfig, model: Model, program: Program, assumed: lis
     ep, expert_tp = _experts(config, model, program.usual, tp * cp * dp, assumed)
     return Layout(
         dp=dp, zero_stage=zero, dp_shard=shard, tp=tp, cp=cp, pp=pp, ep=ep, expert_tp=expert_tp,
-        cp_method=program.usual.cp_method,
+        cp_method=program.usual.cp_method, recompute_every=_recompute_every(config),
         sequence_parallel=_sequence_parallel(config, program.usual, tp, assumed),
         offload_activations=bool(re.search("activation", _NEGATED.sub("", config.offload), re.IGNORECASE)),
         offload_optimizer=bool(_OFFLOADED_STATE.search(_NEGATED.sub("", config.offload)))
@@ -340,11 +343,16 @@ def _micro_batches(config: RunConfig, usual: Usual, base: Layout, assumed: list[
     return tuple(size for size in sizes if size <= LARGEST_MICRO_BATCH)
 
 
+def _recompute_every(config: RunConfig) -> int:
+    found = _EVERY.search(config.recompute_detail)
+    return (_ORDINALS.get(found[1].lower()) or int(found[1])) if found else Layout.recompute_every
+
+
 def _recompute(config: RunConfig, program: Program, model: Model) -> tuple[str, ...]:
     text, stack = config.recompute.lower(), program.stacks[0]
     if named := _modules(config, stack, model):
         return (named,)
-    if _EVERY_SECOND.search(config.recompute_detail):
+    if _EVERY.search(config.recompute_detail):
         return ("every-k",)
     if text == "selective" and stack.selective == "attention" and stack.kernels.attention == "flash":
         # Flash attention has nothing to recompute but itself, and Megatron's recipes then omit it.

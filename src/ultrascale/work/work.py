@@ -263,7 +263,8 @@ def _chunked_loss(model: Model, shape: Shape, head: str, read: str) -> Op:
 
     It runs the head's backward pass in its forward pass, by chunks of rows, and saves the two gradients, that of `hidden`
     already summed over tp. For each row of a chunk three numbers are gathered: maximum, sum of exponentials, target. By slabs
-    (`kernels.loss.cross_entropy_columns`) logits are computed twice, and two numbers of all rows are gathered at once.
+    (`kernels.loss.cross_entropy_columns`) logits are computed twice, and two numbers of all rows are gathered at once. Other
+    trainers' chunks ("by-rows") are taken to be as large as ours.
     """
     n, d, a, w = shape.num_tokens, model.hidden_size, shape.itemsize, shape.wide_itemsize
     v, largest = shape.tp_part(model.vocab_size), ceil_div(model.vocab_size, shape.tp)  # ranks agree on chunks by the largest

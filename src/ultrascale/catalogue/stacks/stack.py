@@ -36,7 +36,7 @@ class Kernels:
     rotary: bool = True
     """RoPE saves nothing and keeps no second copy of queries and keys."""
     norm: bool = True
-    """One kernel, which saves its input and one number per row; LayerNorm, which is one in torch, does always."""
+    """One kernel, which saves its input and one number per row (LayerNorm two); LayerNorm is one in torch, always."""
     attention: Literal["flash", "math"] = "flash"
     """math: the scores, S x S per head, exist and are saved with the probabilities."""
     dropout: bool = False

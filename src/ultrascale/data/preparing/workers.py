@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from typing import Any, TypeVar
-from unittest.mock import patch
 
 from ultrascale.data.files import DataError
 from ultrascale.heap import map_large_blocks
@@ -40,8 +39,7 @@ def run_tasks(
     num_processes = max(1, min(workers, len(tasks)))
     threads = max(1, workers // num_processes)
     if num_processes == 1:
-        with patch.dict(os.environ, _thread_variables(threads)):
-            map_large_blocks()
+        with _threads(threads):
             return [work(task, lambda a, b, place=place: report(place, a, b)) for place, task in enumerate(tasks)]
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([work.__module__])
@@ -131,3 +129,19 @@ def _serve(connection: Connection, work: Work[Any, Any], threads: int) -> None:
 def _thread_variables(threads: int) -> dict[str, str]:
     """Environment variables that `tokenizers` reads when it first encodes a batch."""
     return {"TOKENIZERS_PARALLELISM": "true" if threads > 1 else "false", "RAYON_NUM_THREADS": str(threads)}
+
+
+@contextmanager
+def _threads(threads: int) -> Iterator[None]:
+    """Sets the thread variables for work done in this process, then restores its environment."""
+    before = {name: os.environ.get(name) for name in _thread_variables(threads)}
+    os.environ.update(_thread_variables(threads))
+    map_large_blocks()
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

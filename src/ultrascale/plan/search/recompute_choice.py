@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -189,7 +189,9 @@ def choose(
     return _with_modes(layout, modes)
 
 
-def with_recomputation(run: Run, cluster: Cluster, stack: Stack = STACKS["ultrascale"], **conditions: Any) -> Run:
+def with_recomputation(
+    run: Run, cluster: Cluster, stack: Stack = STACKS["ultrascale"], *, expert_imbalance: float = 1.0
+) -> Run:
     """`run` with recomputation chosen for each block if its recompute is "auto": the fastest within `cluster` or the budget.
 
     Without a budget, the result fits (by `plan_run`) wherever one option for all blocks fits, and no such uniform option that
@@ -199,11 +201,11 @@ def with_recomputation(run: Run, cluster: Cluster, stack: Stack = STACKS["ultras
     layout = run.layout
     if layout.recompute != "auto":
         return run
-    workload = workload_of(run, cluster, stack, **conditions)
+    workload = workload_of(run, cluster, stack, expert_imbalance=expert_imbalance)
     device, priced = device_of(cluster.accelerator), has_rates(cluster.accelerator, layout.precision)
 
     def planned(tried: Layout) -> RunPlan:
-        return plan_run(replace(run, layout=tried), cluster, stack, **conditions)
+        return plan_run(replace(run, layout=tried), cluster, stack, expert_imbalance=expert_imbalance)
 
     def fits(tried: Layout, pp: int) -> bool:
         """True if pipeline rank `pp` fits, by the rule for a plan's fullest rank (`plan.search.replayed`)."""

@@ -2,7 +2,7 @@
 
     digest     64 bits for each part, on its device: rows of 64-bit words are summed, then their sums with odd weights, modulo
                2^64. One pass over memory. A single flipped bit always shows: a power of two times an odd number is not zero
-    compare    all-gather of the digests, 16 bytes for each part; equal parts have equal keys
+    compare    all-gather of each part's key and digest, as JSON; equal parts have equal keys
     blame      the majority is right; if only two ranks differ, both are named
 
 State that ZeRO shards over all ranks has no replica, and is not compared.

@@ -247,7 +247,8 @@ def _accelerator(config: RunConfig) -> tuple[str, tuple[str, ...]]:
         raise UnrepresentableError(f"gpu {text!r} is not in the catalogue (`ultrascale show clusters`)")
     stated = re.search(r"(?<!\d)\d{2,3}(?=\s*GB\b)", text, re.IGNORECASE)
     device = ACCELERATORS[name]
-    if stated and abs(int(stated[0]) * 1e9 / device.memory_bytes.value - 1) > SAME_MEMORY:
+    # A whole node's memory, as in DGX A100 640GB, is a multiple of the device's.
+    if stated and min(abs(int(stated[0]) * 1e9 / device.memory_bytes.value / many - 1) for many in (1, 4, 8)) > SAME_MEMORY:
         return name, (f"gpu {device.title}: the catalogue has none of {stated[0]} GB",)
     return name, ()
 
