@@ -14,6 +14,7 @@ from ultrascale.catalogue.stacks.stack_files import STACKS
 from ultrascale.description.layout import Layout
 from ultrascale.description.units import format_bytes, format_seconds
 from ultrascale.plan.costs.cost import cost
+from ultrascale.plan.intervals import FACTORS
 from ultrascale.plan.search.explain import MORE_MEMORY_BYTES, binding, changes, is_bound, marginals, rungs
 from ultrascale.plan.search.scaling import better_clusters
 from ultrascale.plan.search.search import SearchResult, search
@@ -171,7 +172,8 @@ def test_explained_times_are_those_of_the_ranking_where_a_schedule_pairs_passes(
 def test_a_ranking_says_how_far_its_times_may_be_off(result: SearchResult) -> None:
     console = Console(width=100, record=True, force_terminal=False)
     show_ranking(result, console, top=3)
-    assert "step: 80% prediction interval, 0.88 to 1.21 of it." in console.export_text()
+    low, high = FACTORS["dense"]
+    assert f"step: 80% prediction interval, {low:.2f} to {high:.2f} of it." in console.export_text()
 
 
 def test_reasons_change_nothing_of_the_search_that_they_are_of():
