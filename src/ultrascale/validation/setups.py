@@ -344,8 +344,8 @@ def _micro_batches(config: RunConfig, usual: Usual, base: Layout, assumed: list[
 
 
 def _recompute_every(config: RunConfig) -> int:
-    found = _EVERY.search(config.recompute_detail)
-    return (_ORDINALS.get(found[1].lower()) or int(found[1])) if found else Layout.recompute_every
+    words = _EVERY.search(config.recompute_detail)
+    return (_ORDINALS.get(words[1].lower()) or int(words[1])) if words else Layout.recompute_every
 
 
 def _recompute(config: RunConfig, program: Program, model: Model) -> tuple[str, ...]:
