@@ -21,7 +21,7 @@ from ultrascale.measure.summary import Summary
 from ultrascale.plan.costs.budget import Bought
 from ultrascale.plan.search.explain import Change, Marginal, Rung
 from ultrascale.plan.search.space import Refusal
-from ultrascale.primer.exercise import Outcome
+from ultrascale.primer.exercise import VariantOutcome
 from ultrascale.sweep.accuracy import Held
 from ultrascale.train.speed import Speed
 from ultrascale.validation.scores import Errors
@@ -706,7 +706,7 @@ class PrimerLesson(TypedDict):
 
     lesson: str
     title: str
-    variants: list[Outcome]
+    variants: list[VariantOutcome]
 
 
 class Primer(TypedDict):

@@ -46,7 +46,7 @@ from ultrascale.description.architecture.weights import num_parameters
 from ultrascale.description.layout import Layout
 from ultrascale.description.run import Batch, Checkpoint, Data, Evaluation, Log, Optimizer, Run, Source
 from ultrascale.description.sections.islands import Islands, Outer, Wire
-from ultrascale.islands.link import Link
+from ultrascale.islands.link import IslandLink
 from ultrascale.islands.outer_loop import OuterLoop
 from ultrascale.launch.forked import run_forked
 from ultrascale.parallel.mesh import Ranks
@@ -242,7 +242,9 @@ def _send(rendezvous: str, names: list[str] | None, wire: Any, elements: int) ->
     if names is not None:
         _enter(names)
     store = FileStore(rendezvous.removeprefix("file://"), count)
-    link = Link(Ranks(0, 1, torch.device("cpu"), island=rank, store=store), count, timeout_seconds=120.0, likes={"all": True})
+    link = IslandLink(
+        Ranks(0, 1, torch.device("cpu"), island=rank, store=store), count, timeout_seconds=120.0, likes={"all": True}
+    )
     own, seconds = torch.randn(elements), []
     for step in range(REPEATS + 1):  # the first opens TCP's window
         link.arrive(step)

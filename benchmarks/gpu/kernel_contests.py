@@ -29,13 +29,13 @@ from ultrascale.description.attention_cores import CoreRequirements
 from ultrascale.description.layout import Layout
 from ultrascale.kernels.attention.attention_contest import AttentionShape
 from ultrascale.kernels.attention.attention_contest import contest as attention_contest
-from ultrascale.kernels.choice.contest import Verdict, decide
+from ultrascale.kernels.choice.contest import ContestResult, decide
 from ultrascale.kernels.choice.fused_contest import UPDATES, fused_shape, kernels_of
 from ultrascale.kernels.choice.fused_contest import contest as fused_contest
 from ultrascale.kernels.loss.cross_entropy import linear_cross_entropy
 
 
-def contests() -> Iterator[Verdict]:
+def contests() -> Iterator[ContestResult]:
     """What a run of these shapes would choose: one sequence of Llama 3 8B; without CUDA the CPU's cores at toy sizes."""
     shape = AttentionShape(1, LENGTH, HEADS, KEY_HEADS, HEAD_DIM, HEAD_DIM, DTYPE)
     wanted = CoreRequirements("cuda" if HAS_CUDA else "cpu", "bf16" if HAS_CUDA else "fp32", (None,))

@@ -50,7 +50,7 @@ from update_forms import MOVES, update_forms
 
 from ultrascale.description.layout import AttentionCore
 from ultrascale.kernels.attention.attention_core import attention, attention_mask
-from ultrascale.kernels.choice.contest import Verdict, device_seconds
+from ultrascale.kernels.choice.contest import ContestResult, device_seconds
 from ultrascale.kernels.choice.fused_contest import UPDATES
 from ultrascale.kernels.choice.implementation import chosen
 from ultrascale.kernels.grouped_matmul import grouped_linear
@@ -337,7 +337,7 @@ def main() -> int:
     copy = copy_rate() if HAS_CUDA else 0.0
     matmul = measure_matmul_ceiling("bf16", DEVICE).flops_per_second if HAS_CUDA else 0.0
     rows: list[Row] = []
-    verdicts: list[Verdict] = []
+    verdicts: list[ContestResult] = []
     report = {
         "device": torch.cuda.get_device_name() if HAS_CUDA else platform.processor() or "cpu", "torch": torch.__version__,
         "date": time.strftime("%Y-%m-%d"), "left_out": left_out(),

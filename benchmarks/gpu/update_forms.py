@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ultrascale.kernels.choice.fused_contest import UPDATES
 from ultrascale.kernels.choice.implementation import Kernel
-from ultrascale.kernels.optimizers.narrow_moments import FIRST, SECOND, Box, Moments, Update, empty_moments, update_
+from ultrascale.kernels.optimizers.narrow_moments import FIRST, SECOND, Moments, Update, WeightBox, empty_moments, update_
 
 MOVES = {"adamw-bf16": 20.0, "adamw-8bit": 16.0 + 4 * 4 / 256}
 """Bytes of an element that any form must read or write: gradient, master, moments and their scales."""
@@ -33,7 +33,7 @@ def update_forms(name: Kernel, rows: int, columns: int, device: torch.device) ->
     def begun(form: Callable[[Tensor, Tensor, Moments], None]) -> UpdateForm:
         random = torch.Generator(device).manual_seed(0)
         weights, gradients = (torch.randn(rows, columns, generator=random, device=device) for _ in range(2))
-        box = Box((0, 0), (rows, columns), (rows, columns))
+        box = WeightBox((0, 0), (rows, columns), (rows, columns))
         store = Moments(empty_moments(box, UPDATES[name], weights), box)
         moments = lambda: (store.whole(moment).to(device) for moment in (FIRST, SECOND))  # noqa: E731
         return UpdateForm(lambda: form(weights, gradients, store), lambda: [weights, *moments()])

@@ -46,7 +46,7 @@ DONE = "done"
 """Action of a rank that has stopped giving signs."""
 
 
-class Collective(NamedTuple):
+class ReachedCollective(NamedTuple):
     """One that a rank came to."""
 
     group: str
@@ -74,7 +74,7 @@ class Heartbeat:
     """True if it waits for other ranks."""
     allowance: float
     """Seconds after which the next beat is overdue."""
-    collectives: tuple[Collective, ...]
+    collectives: tuple[ReachedCollective, ...]
     """The last ones it came to, in order."""
 
     @property
@@ -259,13 +259,13 @@ def _slot(data: bytes) -> tuple[tuple[Any, ...], str] | None:
     return fields, data[_CHECK.size + _HEAD.size : end].decode(errors="replace")
 
 
-def _collectives(data: bytes, count: int) -> Iterator[Collective]:
+def _collectives(data: bytes, count: int) -> Iterator[ReachedCollective]:
     for number in range(max(0, count - RING), count):
         offset = _RING_AT + number % RING * _ENTRY_BYTES
         stored_number, length = _ENTRY.unpack_from(data, offset)
         parts = data[offset + _ENTRY.size : offset + _ENTRY.size + length].decode(errors="replace").split(_BAR, 3)
         if stored_number == number and len(parts) == 4 and parts[1].isdigit():  # else it is just being written over
-            yield Collective(parts[0], int(parts[1]), parts[3], parts[2])
+            yield ReachedCollective(parts[0], int(parts[1]), parts[3], parts[2])
 
 
 def _caller() -> str:

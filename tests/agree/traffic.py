@@ -1,8 +1,8 @@
 """What ranks send, as a rank's own calls tell it: kind, group, pass and bytes of every collective, or what stands for one.
 
-On the CPU many collectives are messages between all pairs (`parallel.data.collectives.Exchange`), whose tags tell what they
-mean. Numbers of bytes are those of `work.ops.Collective`: of the whole buffer that is gathered or reduced, or of what one rank
-holds.
+On the CPU many collectives are messages between all pairs (`parallel.data.collectives.PendingExchange`), whose tags tell what
+they mean. Numbers of bytes are those of `work.ops.Collective`: of the whole buffer that is gathered or reduced, or of what one
+rank holds.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def watched() -> Iterator[Traffic]:
     def mail(box: Mailbox, message: Any, tensor: Tensor) -> None:
         traffic.note("send", box.groups[0], tensor.nbytes)
 
-    wrap(collectives.Exchange, "__init__", exchange)
+    wrap(collectives.PendingExchange, "__init__", exchange)
     wrap(dist, "all_reduce", all_reduce)
     wrap(dist, "all_to_all_single", all_to_all)
     wrap(dist, "batch_isend_irecv", messages)

@@ -24,7 +24,7 @@ from ultrascale import checkpoint
 from ultrascale.checkpoint import CheckpointError, Saver, saver
 from ultrascale.checkpoint.disk import files, patience
 from ultrascale.checkpoint.disk.folders import make_folder
-from ultrascale.checkpoint.saving import Plan
+from ultrascale.checkpoint.saving import SavePlan
 from ultrascale.failpoints import VARIABLE
 
 
@@ -290,7 +290,7 @@ class EndsAtOnce(Saver):
         self._resources.close()
         self.closed.set()
 
-    def _write(self, plan: Plan) -> Path:
+    def _write(self, plan: SavePlan) -> Path:
         assert self.closed.wait(60)
         return super()._write(plan)
 

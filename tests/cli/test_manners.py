@@ -19,7 +19,7 @@ from ultrascale.cli.weights.checkpoint import List, Verify
 from ultrascale.config.resolve import resolve
 from ultrascale.config.rules.early import expect_ready, sees_gpu
 from ultrascale.data.indexed import ShardWriter
-from ultrascale.data.manifest import Manifest, ShardRecord, TokenizerFacts, save_manifest
+from ultrascale.data.manifest import CorpusManifest, ShardRecord, TokenizerFacts, save_manifest
 from ultrascale.description.problems import SpecError
 
 MODEL = ["--model", "llama-3-8b", "--gpus", "64xh100"]
@@ -315,7 +315,7 @@ def prepared(folder: Path, tokens: int) -> None:
     writer.add_documents(range(tokens), [tokens])
     written = writer.finish()
     record = ShardRecord("shard", 1, tokens, written.bin_sha256, written.idx_sha256)
-    save_manifest(Manifest("uint16", TokenizerFacts("0" * 64, 900, "end", 0), (record,), {}), folder)
+    save_manifest(CorpusManifest("uint16", TokenizerFacts("0" * 64, 900, "end", 0), (record,), {}), folder)
 
 
 def test_a_plan_starts_without_the_parser_library_and_its_type_checker(tmp_path):

@@ -23,7 +23,7 @@ from ultrascale.cli.data import prepare
 from ultrascale.data.files import DataError
 from ultrascale.data.reading import documents
 from ultrascale.data.reading.documents import Document, PartReader
-from ultrascale.data.reading.inputs import COMPRESSIONS, KINDS, InputFile, Kind, Part, cut_shards, find_files
+from ultrascale.data.reading.inputs import COMPRESSIONS, KINDS, FilePart, InputFile, Kind, cut_shards, find_files
 from ultrascale.data.tokenizer import train_tokenizer
 
 PREPARE_AND_MEASURE = """
@@ -331,7 +331,7 @@ def test_memory_stays_flat_for_a_long_document(tmp_path, name):
     file = find_files([path])[0]
     tracemalloc.start()
     length = 0
-    for item in PartReader(Part(file, 0, file.size, file.size), field="text", spool=tmp_path):
+    for item in PartReader(FilePart(file, 0, file.size, file.size), field="text", spool=tmp_path):
         assert isinstance(item, Document)
         length += sum(len(piece) for piece in item.pieces or [])
     peak = tracemalloc.get_traced_memory()[1]
@@ -411,7 +411,7 @@ def test_a_field_that_holds_no_text_is_told_from_a_text_that_is_missing(tmp_path
 def test_every_kind_of_file_has_a_reader(kind, tmp_path):
     path = tmp_path / "file"
     path.write_bytes(b"")
-    (found,) = PartReader(Part(InputFile(path, "file", kind, "", 0, 0), 0, 0, 0), field="text", spool=tmp_path)
+    (found,) = PartReader(FilePart(InputFile(path, "file", kind, "", 0, 0), 0, 0, 0), field="text", spool=tmp_path)
     assert isinstance(found, DataError)  # nothing is there to read
 
 

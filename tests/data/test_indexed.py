@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ultrascale.data.files import DataError
-from ultrascale.data.indexed import Shard, ShardWriter, best_dtype, read_header
+from ultrascale.data.indexed import IndexedShard, ShardWriter, best_dtype, read_header
 
 
 def write_shard(prefix, documents, dtype="uint16"):
@@ -43,7 +43,7 @@ def test_the_bytes_are_those_of_megatrons_format(tmp_path):
 def test_documents_come_back(tmp_path):
     documents = [[1, 2, 3], [4], [5, 6]]
     write_shard(tmp_path / "x", documents)
-    shard = Shard(tmp_path / "x")
+    shard = IndexedShard(tmp_path / "x")
     assert [shard.document(k).tolist() for k in range(shard.num_documents)] == documents
 
 
@@ -56,7 +56,7 @@ def test_checksums_are_those_of_the_files_even_after_a_document_was_taken_back(t
     writer.append([4])
     writer.end_document()
     written = writer.finish()
-    assert Shard(tmp_path / "x").tokens.tolist() == [1, 2, 3, 4]
+    assert IndexedShard(tmp_path / "x").tokens.tolist() == [1, 2, 3, 4]
     assert written.bin_sha256 == hashlib.sha256((tmp_path / "x.bin").read_bytes()).hexdigest()
     assert written.idx_sha256 == hashlib.sha256((tmp_path / "x.idx").read_bytes()).hexdigest()
 
@@ -71,7 +71,7 @@ def test_nothing_has_its_name_before_the_end(tmp_path):
 
 def test_documents_of_several_sequences_begin_at_their_first(tmp_path):
     write_foreign(tmp_path / "x", [2, 3, 1, 4], [0, 2, 4])
-    shard = Shard(tmp_path / "x")
+    shard = IndexedShard(tmp_path / "x")
     assert shard.document(0).tolist() == [0, 1, 2, 3, 4]
     assert shard.document(1).tolist() == [5, 6, 7, 8, 9]
     assert shard.document_starts(0, 10).tolist() == [0, 5]
@@ -80,7 +80,7 @@ def test_documents_of_several_sequences_begin_at_their_first(tmp_path):
 
 def test_an_empty_shard_can_be_written_and_read(tmp_path):
     write_shard(tmp_path / "x", [])
-    assert Shard(tmp_path / "x").num_tokens == 0
+    assert IndexedShard(tmp_path / "x").num_tokens == 0
 
 
 def test_dtype_follows_megatrons_rule():
@@ -97,14 +97,14 @@ def test_ids_beyond_the_dtype_are_never_wrapped(tmp_path):
 def test_an_id_past_the_vocabulary_is_named_with_its_place(tmp_path):
     write_shard(tmp_path / "x", [[1, 2], [3, 99, 4]])
     with pytest.raises(DataError, match=r"x\.bin, token 3 \(byte 6\): id 99 is not in 0 to 50"):
-        Shard(tmp_path / "x").verify_ids(51)
+        IndexedShard(tmp_path / "x").verify_ids(51)
 
 
 @pytest.mark.catalogue(57)
 def test_a_negative_id_is_refused(tmp_path):
     write_foreign(tmp_path / "x", [2], [0, 1], ids=[1, -5])
     with pytest.raises(DataError, match=r"token 1 .*id -5"):
-        Shard(tmp_path / "x").verify_ids(51)
+        IndexedShard(tmp_path / "x").verify_ids(51)
 
 
 def corrupt(content, at, replacement):
@@ -138,7 +138,7 @@ def test_damage_is_named(tmp_path, damage, expected):
     (tmp_path / "x.bin").write_bytes(content)
     (tmp_path / "x.idx").write_bytes(index)
     with pytest.raises(DataError, match=expected):
-        Shard(tmp_path / "x")
+        IndexedShard(tmp_path / "x")
 
 
 @pytest.mark.catalogue(58)
@@ -146,7 +146,7 @@ def test_a_missing_half_is_named(tmp_path):
     write_shard(tmp_path / "x", [[1]])
     (tmp_path / "x.bin").unlink()
     with pytest.raises(DataError, match=r"x\.bin: cannot be read"):
-        Shard(tmp_path / "x")
+        IndexedShard(tmp_path / "x")
 
 
 def test_sequences_that_do_not_follow_each_other_are_named(tmp_path):
@@ -154,7 +154,7 @@ def test_sequences_that_do_not_follow_each_other_are_named(tmp_path):
     index = (tmp_path / "x.idx").read_bytes()
     (tmp_path / "x.idx").write_bytes(corrupt(index, 34, struct.pack("<i", 2)))
     with pytest.raises(DataError, match=r"x\.idx, sequence 1"):
-        Shard(tmp_path / "x").verify_index()
+        IndexedShard(tmp_path / "x").verify_index()
 
 
 def test_the_header_says_what_is_there(tmp_path):

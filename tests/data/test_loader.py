@@ -15,7 +15,7 @@ from ultrascale.data.corpus import Corpus
 from ultrascale.data.files import DataError
 from ultrascale.data.indexed import ShardWriter
 from ultrascale.data.loader import IGNORED, Loader
-from ultrascale.data.manifest import Manifest, ShardRecord, TokenizerFacts, save_manifest
+from ultrascale.data.manifest import CorpusManifest, ShardRecord, TokenizerFacts, save_manifest
 from ultrascale.demo.story import unigram_entropy
 from ultrascale.description.run import Source
 
@@ -35,7 +35,7 @@ def write_folder(folder, shards, *, vocab_size=1000, fingerprint="tokenizer"):
         written = writer.finish()
         records.append(ShardRecord(f"s{number}", written.documents, written.tokens, written.bin_sha256, written.idx_sha256))
     facts = TokenizerFacts(fingerprint, vocab_size, "<|endoftext|>", 0)
-    save_manifest(Manifest("uint16", facts, tuple(records), {}), folder)
+    save_manifest(CorpusManifest("uint16", facts, tuple(records), {}), folder)
     return folder
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from ultrascale.check import matrix
 from ultrascale.check.compare import Difference, Verdict
-from ultrascale.check.matrix import Cell, Outcome, cells, prove_cells
+from ultrascale.check.matrix import Cell, CellOutcome, cells, prove_cells
 from ultrascale.check.small import MOST_PROCESSES
 from ultrascale.check.support import command, to_markdown
 
@@ -79,10 +79,10 @@ def test_the_page_says_what_each_combination_is_and_why_some_are_refused():
     good, bad = Verdict("c", 1e-11, {}, ()), Verdict("c", 1e-11, {}, (), failure="rank 1 died")
     page = to_markdown(
         [
-            Outcome(cell, good),
-            Outcome(replace(cell, column="y"), bad),
-            Outcome(replace(cell, row="b", refused="layout.pp is odd"), None),
-            Outcome(replace(cell, row="b", column="y"), None),
+            CellOutcome(cell, good),
+            CellOutcome(replace(cell, column="y"), bad),
+            CellOutcome(replace(cell, row="b", refused="layout.pp is odd"), None),
+            CellOutcome(replace(cell, row="b", column="y"), None),
         ],
         2,
         6,

@@ -67,7 +67,7 @@ LINES = {
     "gradients of keys not waited for": Line(
         (context_ring.RingGradients,), "received", "self.messages.wait()", "pass", {"cp": 2}, waits=True),
     "one message of many not waited for": Line(
-        (collectives.Exchange,), "wait", "while self.under_way:", "while len(self.under_way) > 1:", ZERO, waits=True),
+        (collectives.PendingExchange,), "wait", "while self.under_way:", "while len(self.under_way) > 1:", ZERO, waits=True),
     "a stage's input not waited for": Line(
         (pipeline_messages.Mailbox,), "take", 'self._wait(work, f"waited for {message}")', "pass", {"pp": 2}, waits=True),
     "a stage's output let go before it has left": Line(

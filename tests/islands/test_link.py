@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import FileStore
 
 from ultrascale.description.sections.islands import Islands, Wire
 from ultrascale.islands.encoding import decode, encode
-from ultrascale.islands.link import Link, LostIslandError
+from ultrascale.islands.link import IslandLink, LostIslandError
 from ultrascale.launch.forked import run_forked
 from ultrascale.parallel.mesh import Ranks
 
@@ -21,11 +21,11 @@ WIRES: tuple[Wire, ...] = ("fp32", "bf16", "int8", "int4")
 ELEMENTS = 3 * 256
 
 
-def link_at(rendezvous: str) -> Link:
+def link_at(rendezvous: str) -> IslandLink:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = FileStore(rendezvous.removeprefix("file://"), world)
     ranks = Ranks(0, 1, torch.device("cpu"), island=rank, store=store)
-    return Link(ranks, world, timeout_seconds=60.0, likes={"all": True})
+    return IslandLink(ranks, world, timeout_seconds=60.0, likes={"all": True})
 
 
 def moves_of(island: int) -> torch.Tensor:

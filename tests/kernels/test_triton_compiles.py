@@ -66,7 +66,7 @@ for heads, width, start, planes, neighbours in ((32, 128, 0, 64, False), (128, 1
     triton_rotary.rotate(zeros(1, 5, heads, width), (angle, angle), start=start, neighbours=neighbours)
 triton_loss.loss_and_gradient_(zeros(2, 128_256).detach(), torch.zeros(2, dtype=torch.int64))
 for kind in ("bf16", "8bit"):
-    weights, box = zeros(3, 4096, dtype=torch.float32).detach(), narrow_moments.Box((0, 0), (3, 4096), (3, 4096))
+    weights, box = zeros(3, 4096, dtype=torch.float32).detach(), narrow_moments.WeightBox((0, 0), (3, 4096), (3, 4096))
     store = narrow_moments.Moments(narrow_moments.empty_moments(box, kind, weights), box)
     update = narrow_moments.Update(1e-3, 0.1, 0.9, 0.95, 1e-8, 1, (1 << 31, 2))
     triton_adamw.update_(weights, weights, store.state, store.rows, update)

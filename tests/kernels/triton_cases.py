@@ -231,10 +231,10 @@ def loss_at_the_edges() -> None:
 def narrow_adamw(name: Literal["adamw-bf16", "adamw-8bit"], rows: int, columns: int, offsets: tuple[int, int]) -> None:
     """Three updates of a part of a matrix: the codes of torch, which hash the same places; weights but for the last bit."""
     from ultrascale.kernels.choice import fused_contest, implementation
-    from ultrascale.kernels.optimizers.narrow_moments import Box, Moments, Update, empty_moments, update_
+    from ultrascale.kernels.optimizers.narrow_moments import Moments, Update, WeightBox, empty_moments, update_
 
     implementation.is_cuda = lambda x: True
-    box = Box(offsets, (rows, columns), (1 << 17, 1 << 16))  # places need more than 32 bits
+    box = WeightBox(offsets, (rows, columns), (1 << 17, 1 << 16))  # places need more than 32 bits
     kind = fused_contest.UPDATES[name]
     found = []
     for form in ("torch", "triton"):
@@ -258,21 +258,21 @@ def narrow_adamw_at_the_edges() -> None:
     """What is no number stays none; nothing at all; and a part that is not laid out row after row is torch's."""
     from ultrascale.kernels.choice import fused_contest, implementation
     from ultrascale.kernels.optimizers import triton_adamw
-    from ultrascale.kernels.optimizers.narrow_moments import Box, Moments, Update, empty_moments, update_
+    from ultrascale.kernels.optimizers.narrow_moments import Moments, Update, WeightBox, empty_moments, update_
 
     implementation.is_cuda = lambda x: True
     update, kernel, ran = Update(1e-2, 0.1, 0.9, 0.999, 1e-8, 1, (1, 2)), triton_adamw.update_, []
     triton_adamw.update_ = lambda *given: ran.append(given) or kernel(*given)
     for name, kind in fused_contest.UPDATES.items():
         for rows, columns in ((3, 40), (0, 40), (3, 0)):
-            box = Box((0, 0), (rows, columns), (9, 40))
+            box = WeightBox((0, 0), (rows, columns), (9, 40))
             weights, gradients = torch.zeros(rows, columns), torch.ones(rows, columns)
             gradients[1:2, 7:8] = float("nan")
             with implementation.chosen(name, "triton"):
                 update_(weights, gradients, Moments(empty_moments(box, kind, weights), box), update)
             assert weights.isnan().nonzero().tolist() == ([[1, 7]] if rows and columns else [])
         assert len(ran) == 1
-        box = Box((0, 0), (40, 3), (40, 3))
+        box = WeightBox((0, 0), (40, 3), (40, 3))
         with implementation.chosen(name, "triton"):
             update_(torch.zeros(3, 40).t(), torch.ones(40, 3), Moments(empty_moments(box, kind, torch.zeros(1)), box), update)
         assert len(ran) == 1

@@ -25,7 +25,7 @@ from ultrascale import heartbeat
 from ultrascale.checkpoint import newest_valid
 from ultrascale.description.layout import Layout
 from ultrascale.description.run import Faults
-from ultrascale.heartbeat import Collective, Heartbeat
+from ultrascale.heartbeat import Heartbeat, ReachedCollective
 from ultrascale.launch.forked import RankFailed
 from ultrascale.launch.watchdog import STACK_SIGNAL, Hang, disagreement, innermost_line, judge, watch
 from ultrascale.parallel.mesh import Ranks
@@ -33,10 +33,12 @@ from ultrascale.train.trainer import Trainer
 from ultrascale.train.watch.signs_of_life import FOLDER_VARIABLE
 
 ZERO_3 = Layout(dp=2, zero_stage=3, micro_batch_size=2)
-FIRST, SECOND = Collective("ranks 0 to 1 (2)", 4, "a sum"), Collective("ranks 0 to 1 (2)", 5, "the norm")
+FIRST, SECOND = ReachedCollective("ranks 0 to 1 (2)", 4, "a sum"), ReachedCollective("ranks 0 to 1 (2)", 5, "the norm")
 
 
-def beat(rank: int, *, waiting: bool = True, doing: str = "a sum", collectives: tuple[Collective, ...] = ()) -> Heartbeat:
+def beat(
+    rank: int, *, waiting: bool = True, doing: str = "a sum", collectives: tuple[ReachedCollective, ...] = ()
+) -> Heartbeat:
     return Heartbeat(rank, 1, 9, 0.0, 7, 0, doing, waiting, 3.0, collectives)
 
 
@@ -273,7 +275,7 @@ def test_of_several_ranks_the_minority_is_blamed_and_of_two_both():
     assert both is not None and both[0] == (1, 2) and both[1].startswith("collective 5 of ranks 0 to 1 (2) differs")
 
 
-def replace_what(collective: Collective, what: str) -> Collective:
+def replace_what(collective: ReachedCollective, what: str) -> ReachedCollective:
     return collective._replace(what=what)
 
 
@@ -309,7 +311,7 @@ def test_a_checkout_that_is_called_as_the_package_is_does_not_make_tests_its_lin
 
 
 def test_of_a_rank_that_cannot_write_its_stack_the_last_collective_tells_the_line():
-    came = (Collective("all", 3, "a sum of int64[2]", "train/step.py:8 in agree"),)
+    came = (ReachedCollective("all", 3, "a sum of int64[2]", "train/step.py:8 in agree"),)
     found = judge([beat(0, waiting=False, doing="forward"), beat(1, collectives=came)], [0], {})
     assert found.reason.endswith(": rank 0 was at forward; rank 1 waited in a sum (train/step.py:8 in agree)")
 

@@ -15,7 +15,7 @@ import ultrascale as us
 from ultrascale.demo.story import loss_curve
 from ultrascale.description.layout import Layout
 from ultrascale.measure.plots import plot_loss, plot_tokens_per_second, smoothed
-from ultrascale.measure.run_marks import Mark, marks_of
+from ultrascale.measure.run_marks import RunMark, marks_of
 from ultrascale.run_rows import metric_line
 
 EVENTS = [
@@ -29,7 +29,7 @@ EVENTS = [
 
 def test_a_kill_a_resume_and_a_change_of_ranks_are_marked_at_their_steps(tmp_path):
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(row) + "\n" for row in EVENTS))
-    told = [Mark(40, "resumed"), Mark(46, "killed"), Mark(80, "stopped, resumed on 4 ranks (was 2)")]
+    told = [RunMark(40, "resumed"), RunMark(46, "killed"), RunMark(80, "stopped, resumed on 4 ranks (was 2)")]
     assert marks_of(tmp_path) == told
 
 
@@ -46,7 +46,7 @@ def test_a_change_of_layout_is_marked_also_where_the_ranks_are_as_many(tmp_path,
     before = {"event": "start", "step": 0, "world": 2, "time": 0.0, "layout": ["dp2", "ZeRO 1", "micro-batch 2"]}
     after = {"event": "start", "step": 7, "world": 1, "time": 1.0} | ({} if layout is None else {"layout": layout})
     (tmp_path / "events.jsonl").write_text(f"{json.dumps(before)}\n{json.dumps(after)}\n")
-    assert marks_of(tmp_path) == [Mark(7, told)]
+    assert marks_of(tmp_path) == [RunMark(7, told)]
 
 
 def test_a_run_that_goes_on_in_another_layout_says_so_in_its_events(tmp_path):
@@ -54,7 +54,7 @@ def test_a_run_that_goes_on_in_another_layout_says_so_in_its_events(tmp_path):
     run = small_run(tmp_path, layout=Layout(dp=2))
     train_ranks(run, before_step=stop_at(5))
     train_ranks(replace(run, layout=Layout(tp=2, micro_batch_size=2)))
-    assert marks_of(tmp_path / "small") == [Mark(5, "stopped, resumed as tp2, micro-batch 2 (was dp2, micro-batch 1)")]
+    assert marks_of(tmp_path / "small") == [RunMark(5, "stopped, resumed as tp2, micro-batch 2 (was dp2, micro-batch 1)")]
 
 
 def test_a_run_without_events_has_no_marks(tmp_path):
@@ -63,7 +63,7 @@ def test_a_run_without_events_has_no_marks(tmp_path):
 
 def test_marks_and_the_smoothed_loss_are_drawn(tmp_path, figures):
     rows = [{"step": step, "train/loss": 5.0 - step % 2} for step in range(100)]
-    plot_loss(rows, tmp_path / "loss.png", marks=[Mark(46, "killed"), Mark(400, "after the end")])
+    plot_loss(rows, tmp_path / "loss.png", marks=[RunMark(46, "killed"), RunMark(400, "after the end")])
     axes = figures[0].axes[0]
     assert [text.get_text() for text in axes.texts] == ["killed"]
     raw, smooth = (line.get_ydata() for line in axes.lines[:2])
@@ -82,12 +82,12 @@ def test_a_mark_that_is_longer_than_the_picture_is_high_leaves_the_curve_its_roo
     long = "resumed as tp2, ZeRO 0, micro-batch 4, recompute full (was dp2, ZeRO 1, micro-batch 1, recompute none)"
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # matplotlib's, that axes have collapsed
-        plot_loss(rows, tmp_path / "loss.png", marks=[Mark(46, f"stopped, {long}")])
+        plot_loss(rows, tmp_path / "loss.png", marks=[RunMark(46, f"stopped, {long}")])
 
 
 def test_the_speed_is_drawn_faint_and_smoothed_over_that(tmp_path, figures):
     rows = [{"step": step, "perf/tokens_per_s": 100.0 + step % 2} for step in range(1, 101)]
-    plot_tokens_per_second(rows, tmp_path / "tokens_per_second.png", marks=[Mark(46, "killed")])
+    plot_tokens_per_second(rows, tmp_path / "tokens_per_second.png", marks=[RunMark(46, "killed")])
     axes = figures[0].axes[0]
     raw, smooth, middle = axes.lines[:3]
     assert list(smooth.get_ydata()) == smoothed(list(raw.get_ydata())) and middle.get_label() == "median 100"

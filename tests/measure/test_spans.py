@@ -7,7 +7,7 @@ from math import isclose
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ultrascale.measure.step.spans import Piece, Timeline, TimeSpan, innermost, partition, sums
+from ultrascale.measure.step.spans import SpanPiece, ThreadTimeline, TimeSpan, innermost, partition, sums
 
 
 def names(segments):
@@ -36,20 +36,26 @@ def test_a_range_that_begins_a_moment_too_early_follows_the_one_before():
 
 
 def test_a_timeline_is_looked_up_by_time():
-    timeline = Timeline(innermost([TimeSpan(0, 4, "a"), TimeSpan(1, 2, "b"), TimeSpan(6, 7, "c")]))
+    timeline = ThreadTimeline(innermost([TimeSpan(0, 4, "a"), TimeSpan(1, 2, "b"), TimeSpan(6, 7, "c")]))
     assert [tuple(one.name for one in timeline.at(when)) for when in (0.5, 1.5, 3.0, 5.0, 6.5, 9.0)] == [
         ("a",), ("a", "b"), ("a",), (), ("c",), (),
     ]  # fmt: skip
 
 
 def test_the_first_layer_that_is_busy_counts_and_the_rest_is_the_rest():
-    computing, sending = [Piece(1, 3, "mm"), Piece(2, 4, "add")], [Piece(0, 2, "dp"), Piece(3.5, 6, "tp"), Piece(8, 9, "dp")]
+    computing, sending = (
+        [SpanPiece(1, 3, "mm"), SpanPiece(2, 4, "add")],
+        [SpanPiece(0, 2, "dp"), SpanPiece(3.5, 6, "tp"), SpanPiece(8, 9, "dp")],
+    )
     assert partition((0.5, 8.5), [computing, sending], rest="idle") == [
-        Piece(0.5, 1, "dp"), Piece(1, 3, "mm"), Piece(3, 4, "add"), Piece(4, 6, "tp"), Piece(6, 8, "idle"), Piece(8, 8.5, "dp"),
+        SpanPiece(0.5, 1, "dp"), SpanPiece(1, 3, "mm"), SpanPiece(3, 4, "add"), SpanPiece(4, 6, "tp"),
+        SpanPiece(6, 8, "idle"), SpanPiece(8, 8.5, "dp"),
     ]  # fmt: skip
 
 
-spans = st.tuples(st.integers(0, 40), st.integers(0, 20), st.sampled_from("abc")).map(lambda t: Piece(t[0], t[0] + t[1], t[2]))
+spans = st.tuples(st.integers(0, 40), st.integers(0, 20), st.sampled_from("abc")).map(
+    lambda t: SpanPiece(t[0], t[0] + t[1], t[2])
+)
 
 
 @given(st.lists(st.lists(spans, max_size=6), max_size=3), st.integers(0, 10), st.integers(11, 50))

@@ -14,7 +14,7 @@ from rich.console import Console
 
 import ultrascale
 from ultrascale.measure.step.categories import AXIS_OF, CORE, EVERYBODY, PHASE, READING, RECOMPUTED, axis_of, axis_of_group
-from ultrascale.measure.step.spans import STEP, Piece, RankEvents, events_of
+from ultrascale.measure.step.spans import STEP, RankEvents, SpanPiece, events_of
 from ultrascale.measure.step.step_report import RankSteps, StepReport, hidden_lines, waterfall_table, write_merged
 from ultrascale.measure.step.waterfall import Waterfall, top, waterfall
 from ultrascale.parallel.lost import AWAITED
@@ -257,7 +257,7 @@ def test_a_report_survives_its_file():
 
 
 def test_the_merged_trace_has_a_track_a_rank(tmp_path):
-    write_merged(tmp_path / "merged.json.gz", {0: [Piece(5, 6, "dp")], 3: [Piece(5.5, 7, "idle")]}, title="x")
+    write_merged(tmp_path / "merged.json.gz", {0: [SpanPiece(5, 6, "dp")], 3: [SpanPiece(5.5, 7, "idle")]}, title="x")
     events = json.loads(gzip.decompress((tmp_path / "merged.json.gz").read_bytes()))["traceEvents"]
     drawn = [(event["tid"], event["name"], event["ts"], event["dur"]) for event in events if event["ph"] == "X"]
     assert drawn == [(0, "dp, exposed", 0, 1e6), (3, "idle", 0.5e6, 1.5e6)]

@@ -13,7 +13,7 @@ from ultrascale.description.architecture.weights import num_parameters
 from ultrascale.description.problems import SpecError
 from ultrascale.models.decoder import Decoder
 from ultrascale.models.files.huggingface import export_folder, import_folder
-from ultrascale.models.files.stored import Stored, stored_weights
+from ultrascale.models.files.stored import StoredTensor, stored_weights
 from ultrascale.models.initialise import initialise
 
 transformers = pytest.importorskip("transformers")
@@ -88,14 +88,14 @@ def compare_with_transformers(model: Model, dtype: torch.dtype, tolerance: float
     assert sum(p.numel() for p in theirs.parameters()) == num_parameters(model)
 
 
-def experts_of(name: str, table: dict[str, Stored]) -> dict[str, Stored]:
+def experts_of(name: str, table: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
     """The tensors of a file that transformers joins to its parameter `...experts.gate_up_proj` or `...experts.down_proj`."""
     block, _, projection = name.rpartition(".experts.")
     theirs = {"gate_up_proj": (".gate_proj.", ".up_proj.", ".w1.", ".w3."), "down_proj": (".down_proj.", ".w2.")}[projection]
     return {one: stored for one, stored in table.items() if f"{block}.experts." in one and any(part in one for part in theirs)}
 
 
-def joined_experts(parts: dict[Stored, torch.Tensor], shape: torch.Size) -> torch.Tensor:
+def joined_experts(parts: dict[StoredTensor, torch.Tensor], shape: torch.Size) -> torch.Tensor:
     """[X, F or 2F, D]: by expert, gate before up."""
     experts: dict[int | None, list[torch.Tensor]] = {}
     for stored, tensor in sorted(parts.items(), key=lambda pair: "up_proj" in pair[0].names[0]):

@@ -13,7 +13,7 @@ from ultrascale.cli.measure.measure_command import _show
 from ultrascale.config.resolve import to_toml
 from ultrascale.description.run import Batch
 from ultrascale.measure.plots import smoothed
-from ultrascale.measure.run_marks import Mark
+from ultrascale.measure.run_marks import RunMark
 from ultrascale.page.documents import run_document, stages_document, step_document, sweep_document, trace_document
 from ultrascale.page.html_file import document_file
 
@@ -116,7 +116,7 @@ def test_the_loss_and_the_speed_are_smoothed_and_marked_as_the_pictures_are():
     metrics = [
         {"step": step, "train/loss": 5.0 - step % 2, "perf/tokens_per_s": 9.0, "train/lr": 1.0} for step in range(1, 101)
     ]
-    marks = [Mark(46, "killed"), Mark(50, "resumed as tp2 (was dp2)")]
+    marks = [RunMark(46, "killed"), RunMark(50, "resumed as tp2 (was dp2)")]
     parts = [one["part"] for one in run_document([], metrics, "out", marks)["sections"]]
     told = [[(one["name"], one["faint"]) for one in part["series"]] for part in parts]
     speed = [("perf/tokens_per_s", True), ("perf/tokens_per_s, smoothed", False)]

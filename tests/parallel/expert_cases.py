@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ultrascale.parallel.expert.expert_dispatch import Dispatch
+from ultrascale.parallel.expert.expert_dispatch import ExpertDispatch
 from ultrascale.work.sharding.places import even_part
 
 D, WIDTH, TOKENS = 6, 10, 7
@@ -123,8 +123,8 @@ def my_experts(rank: int, cut: Cut, whole: Tensors) -> Experts:
     return Experts(whole, part(cut.num_experts, cut.ep, rank // cut.expert_tp % cut.ep), width)
 
 
-def my_dispatch(rank: int, cut: Cut) -> Dispatch:
-    return Dispatch(
+def my_dispatch(rank: int, cut: Cut) -> ExpertDispatch:
+    return ExpertDispatch(
         cut.num_experts,
         ep=group_of(rank, cut.world, cut.ep, cut.expert_tp),
         expert_tp=group_of(rank, cut.world, cut.expert_tp, 1),

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ultrascale.parallel import all_to_all
 from ultrascale.parallel.expert import expert_dispatch
-from ultrascale.parallel.expert.expert_dispatch import Dispatch
+from ultrascale.parallel.expert.expert_dispatch import ExpertDispatch
 
 EXACT = 1e-12
 
@@ -26,7 +26,7 @@ def one_rank(rank: int, cut: Cut, choices: str, recompute: bool = False, fault: 
     chosen = whole.chosen[rank // cut.same]
     plant(fault, dispatch)
     if fault == "nothing is sent":  # as nanotron's, whose ranks give their own tokens to their own experts
-        dispatch, chosen = Dispatch(cut.num_experts // cut.ep), chosen % (cut.num_experts // cut.ep)
+        dispatch, chosen = ExpertDispatch(cut.num_experts // cut.ep), chosen % (cut.num_experts // cut.ep)
     if fault == "experts summed over all ranks":  # pytorch#160285: gradients too large by the number of ranks in ep
         replicas = dist.group.WORLD
     seen = weights.detach() if fault == "router detached" else weights  # Automodel#2995, transformers#48687
@@ -48,7 +48,7 @@ def one_rank(rank: int, cut: Cut, choices: str, recompute: bool = False, fault: 
     return Outcome(results.detach(), tokens.grad, router, *gradients)  # type: ignore[arg-type]
 
 
-def plant(fault: str, dispatch: Dispatch) -> None:
+def plant(fault: str, dispatch: ExpertDispatch) -> None:
     """Break this rank's process, which ends with the test."""
     if fault == "tokens not cut over tp":
         dispatch.same_tokens = None

@@ -21,7 +21,7 @@ from ultrascale.description.run import Run
 from ultrascale.launch.restarts import RestartAccount
 from ultrascale.soak import story, worker
 from ultrascale.soak.storm import KINDS, ON_RANK_0, Planted, draw, fire, fired
-from ultrascale.soak.story import Outcome, same_bits, same_state, soak, strikes_of
+from ultrascale.soak.story import StormOutcome, same_bits, same_state, soak, strikes_of
 from ultrascale.train.trainer import Trainer
 
 PAGE = Path(__file__).parents[2] / "docs" / "faults.md"
@@ -106,7 +106,7 @@ def test_what_became_of_a_fault_is_read_from_the_events_of_the_run():
     assert (cut.detected_by, cut.detect_seconds, cut.recover_seconds) == ("the command given again", None, 8.0)
     (lost,) = strikes_of([(fault, 14.0)], events)
     assert lost.recover_seconds is None
-    outcome = Outcome([strike], 20, True, True, RestartAccount(), 20.0)
+    outcome = StormOutcome([strike], 20, True, True, RestartAccount(), 20.0)
     assert outcome.holds and to_json(outcome)["kinds"]["stop"]["recover_seconds"] == {"median": 8.0, "max": 8.0}
     assert wrong(stamped("soak", to_json(outcome) | {"processes": 2, "seed": 0})) == []
     assert not replace(outcome, strikes=[strike, lost]).holds
@@ -158,7 +158,7 @@ def test_a_fault_without_effect_does_not_count_as_survived_by_the_restart_after_
     first, second = strikes_of([(idle, 5.0), (kill, 8.0)], events)
     assert (first.had_effect, first.is_survived, first.recover_seconds) == (False, False, None)
     assert (second.is_survived, second.recover_seconds) == (True, 5.0)
-    outcome = Outcome([first, second], 20, True, True, RestartAccount(), 20.0)
+    outcome = StormOutcome([first, second], 20, True, True, RestartAccount(), 20.0)
     assert outcome.holds
     assert {kind: (one["survived"], one["without_effect"]) for kind, one in to_json(outcome)["kinds"].items()} == {
         "kill": (1, 0),

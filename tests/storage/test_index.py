@@ -8,11 +8,11 @@ import pytest
 from ultrascale.checkpoint.disk.checksum import checksum_text, crc32
 from ultrascale.checkpoint.errors import CheckpointError, UnknownVersionError
 from ultrascale.checkpoint.stored.index import Index, decode, encode, key_of, step_of
-from ultrascale.storage import Part
+from ultrascale.storage import PartObject
 
 INDEX = Index(
     step=120, save_id="6f" * 16, saved_at=1.5e9, tensors=3,
-    files={"manifest.json": (Part(10, 0xAB),), "rank-00000.safetensors": (Part(32, 1), Part(7, 0xFFFFFFFF))},
+    files={"manifest.json": (PartObject(10, 0xAB),), "rank-00000.safetensors": (PartObject(32, 1), PartObject(7, 0xFFFFFFFF))},
 )  # fmt: skip
 
 

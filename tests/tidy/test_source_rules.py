@@ -70,6 +70,15 @@ def test_no_name_is_a_house_word():
     assert named == []
 
 
+def test_a_class_name_stands_once_in_the_package():
+    places: dict[str, list[str]] = {}
+    for path in MODULES:
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(f"{short(path)}:{node.lineno}")
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
 def test_every_public_function_and_class_says_what_it_is():
     silent = [
         f"{short(path)}:{node.lineno} {node.name}"

@@ -20,7 +20,7 @@ from ultrascale.description.layout import Layout
 from ultrascale.description.problems import SpecError
 from ultrascale.kernels.attention.flash_packages import MODULES
 from ultrascale.kernels.choice import implementation
-from ultrascale.kernels.choice.contest import Verdict
+from ultrascale.kernels.choice.contest import ContestResult
 from ultrascale.kernels.choice.fused_contest import _CASES, _Draw, fused_shape, kernels_of
 from ultrascale.kernels.choice.implementation import choose
 from ultrascale.parallel.mesh import Ranks
@@ -118,7 +118,7 @@ def test_a_core_that_the_device_has_not_is_refused_at_the_start(home: Path) -> N
 
 
 def test_a_run_whose_package_is_gone_is_told_what_to_do_and_does_not_go_on_with_another(monkeypatch) -> None:
-    kept = Verdict("attention", "flash-2", "", {"flash-2": 1e-3, "sdpa": 2e-3})
+    kept = ContestResult("attention", "flash-2", "", {"flash-2": 1e-3, "sdpa": 2e-3})
     monkeypatch.setitem(sys.modules, MODULES["flash-2"], None)
     run = resolve(None, {"model.preset": "llama-3.2-1b", "layout.precision": "bf16"}).run
     on_cuda = Ranks(0, 1, torch.device("cuda"))
@@ -136,7 +136,7 @@ def test_on_cuda_each_kernel_that_the_model_calls_is_chosen_by_itself_and_kept_o
     )
     run = resolve(None, {"model.preset": "llama-3.2-1b", "layout.precision": "bf16"}).run
     on_cuda = Ranks(0, 1, torch.device("cuda"))
-    kept = {"swiglu": Verdict("swiglu", "triton", "", {"triton": 1.0})}
+    kept = {"swiglu": ContestResult("swiglu", "triton", "", {"triton": 1.0})}
     found = chosen_kernels._fused(run, on_cuda, kept)
     assert {name: one.chosen for name, one in found.items()} == {
         "norm": "triton", "norm_of_sum": "torch", "rotary": "torch", "swiglu": "triton", "loss": "torch"

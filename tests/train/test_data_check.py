@@ -25,7 +25,7 @@ from train.small_runs import (
 from ultrascale.checkpoint import load_full, newest_valid, save
 from ultrascale.data.files import DataError
 from ultrascale.data.indexed import ShardWriter, Written
-from ultrascale.data.manifest import Manifest, ShardRecord, TokenizerFacts, save_manifest
+from ultrascale.data.manifest import CorpusManifest, ShardRecord, TokenizerFacts, save_manifest
 from ultrascale.data.preparing.verify import sample_of
 from ultrascale.description.layout import Layout
 from ultrascale.description.run import Data, Run, Source
@@ -49,7 +49,9 @@ def prepare(folder: Path, *, seed: int = 0, sampled: bool = True) -> Path:
         made = write_shard(folder / name, TOKENS, 2 * seed + number)
         sample = sample_of(folder / name) if sampled else ""
         records.append(ShardRecord(name, made.documents, made.tokens, made.bin_sha256, made.idx_sha256, sample))
-    save_manifest(Manifest("uint16", TokenizerFacts("tokenizer", MODEL.vocab_size, "<eod>", 0), tuple(records), {}), folder)
+    save_manifest(
+        CorpusManifest("uint16", TokenizerFacts("tokenizer", MODEL.vocab_size, "<eod>", 0), tuple(records), {}), folder
+    )
     return folder
 
 

@@ -30,7 +30,7 @@ from ultrascale.output_file import write_output
 
 if TYPE_CHECKING:  # imports torch
     from ultrascale.check.compare import Verdict
-    from ultrascale.check.matrix import Outcome
+    from ultrascale.check.matrix import CellOutcome
 
 Progress = Callable[[int, int], "Callable[[Verdict], None] | None"]
 """Called with the number of cases and the largest number of processes; returns the function that takes each verdict, in the
@@ -152,12 +152,12 @@ class Check(Rows):
 class CheckMatrix(Rows):
     """Result of every combination of axes, schedules, methods, families and experts."""
 
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[CellOutcome, ...]
     steps: int
     processes: int
 
     @property
-    def wrong(self) -> tuple[Outcome, ...]:
+    def wrong(self) -> tuple[CellOutcome, ...]:
         """Combinations with a wrong result."""
         return tuple(outcome for outcome in self.outcomes if outcome.state == "DIFFERS")
 

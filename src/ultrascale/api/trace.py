@@ -30,7 +30,7 @@ from ultrascale.plan.search.recompute_choice import with_recomputation
 if TYPE_CHECKING:  # imports torch
     from ultrascale.trace.recording.record import RankTrace
     from ultrascale.trace.stages import StagePeak
-    from ultrascale.trace.views.compare import Comparison
+    from ultrascale.trace.views.compare import StepComparison
     from ultrascale.trace.views.explain import Edit, Part
 
 ENDINGS = (".png", ".svg", ".json", ".pickle")
@@ -95,7 +95,7 @@ class Trace(Rows):
     """Steps of one rank, with the planner's prediction."""
 
     rank_trace: RankTrace
-    comparison: Comparison
+    comparison: StepComparison
     """Memory, messages and FLOPs, traced and planned."""
     cluster: Cluster
     reserved_bytes: int

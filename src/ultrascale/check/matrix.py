@@ -84,7 +84,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CellOutcome:
     """Result of one cell of the matrix: its verdict, or none if it was refused or not tried."""
 
     cell: Cell
@@ -114,14 +114,14 @@ def prove_cells(
     processes: int,
     steps: int = STEPS,
     on_verdict: Callable[[Verdict], None] | None = None,
-) -> list[Outcome]:
+) -> list[CellOutcome]:
     """Prove the cells that need at most `processes` processes and are not refused; a failure does not stop the others."""
     tried = [cell for cell in todo if not cell.refused and cell.run.layout.world_size <= processes]
     # Cells of one model are adjacent, so that its reference is computed once.
     tried.sort(key=lambda cell: repr(cell.run.model))
     cases = [Case(cell.name, cell.run) for cell in tried]
     verdicts = dict(zip(map(id, tried), prove_all(cases, steps=steps, go_on=True, on_verdict=on_verdict), strict=True))
-    return [Outcome(cell, verdicts.get(id(cell))) for cell in todo]
+    return [CellOutcome(cell, verdicts.get(id(cell))) for cell in todo]
 
 
 def _pairs() -> Iterator[Cell]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from ultrascale.check.matrix import Outcome
+from ultrascale.check.matrix import CellOutcome
 from ultrascale.check.prove import TOLERANCE
 
 PAGE = "docs/support.md"
@@ -16,7 +16,7 @@ def command(steps: int, processes: int) -> str:
     return f"ultrascale check --matrix --processes {processes} --steps {steps} --markdown {PAGE}"
 
 
-def to_markdown(outcomes: list[Outcome], steps: int, processes: int) -> str:
+def to_markdown(outcomes: list[CellOutcome], steps: int, processes: int) -> str:
     """The page `docs/support.md`, of combinations of at most `processes` processes."""
     counts = Counter(outcome.state for outcome in outcomes)
     summary = ", ".join(f"{counts[state]} {state}" for state in MARKS if counts[state])
@@ -32,7 +32,7 @@ def to_markdown(outcomes: list[Outcome], steps: int, processes: int) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _table(title: str, outcomes: list[Outcome]) -> str:
+def _table(title: str, outcomes: list[CellOutcome]) -> str:
     rows = dict.fromkeys(outcome.cell.row for outcome in outcomes)
     columns = list(dict.fromkeys(outcome.cell.column for outcome in outcomes))
     by_place = {(outcome.cell.row, outcome.cell.column): outcome for outcome in outcomes}
@@ -45,7 +45,7 @@ def _table(title: str, outcomes: list[Outcome]) -> str:
     return "\n".join([f"## {title}", "", *lines, *(["", *notes] if notes else [])])
 
 
-def _mark(outcome: Outcome | None, reasons: dict[str, int]) -> str:
+def _mark(outcome: CellOutcome | None, reasons: dict[str, int]) -> str:
     if outcome is None:
         return ""
     if outcome.state == "refused":

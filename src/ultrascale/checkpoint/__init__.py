@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from ultrascale.checkpoint.disk.folders import check_writable
     from ultrascale.checkpoint.errors import CheckpointError, LostContactError, SaveFailedError, UnknownVersionError
     from ultrascale.checkpoint.loading import (
+        CheckpointSearch,
         Rejected,
-        Search,
         damaged_after,
         load,
         load_full,
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CheckpointError",
+    "CheckpointSearch",
     "LostContactError",
     "Rejected",
     "SaveFailedError",
     "Saver",
-    "Search",
     "Slice",
     "Tensors",
     "UnknownVersionError",

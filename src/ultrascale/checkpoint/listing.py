@@ -18,7 +18,7 @@ LATEST = 2.0**35
 
 
 @dataclass(frozen=True)
-class Summary:
+class CheckpointSummary:
     """Facts about one checkpoint."""
 
     folder: Path
@@ -49,7 +49,7 @@ def find_checkpoints(folder: Path) -> list[Candidate]:
     return checkpoints
 
 
-def summarize(folder: Path, *, read_all: bool) -> Iterator[Summary]:
+def summarize(folder: Path, *, read_all: bool) -> Iterator[CheckpointSummary]:
     """Yields a summary of each checkpoint. `read_all` reads and verifies every byte; otherwise the manifest and the shards'
     sizes."""
     for candidate in find_checkpoints(folder):
@@ -91,7 +91,7 @@ def _expect_sizes(folder: Path, manifest: Manifest) -> None:
         verify_size(folder, file, shard)
 
 
-def _summary(candidate: Candidate, read_all: bool) -> Summary:
+def _summary(candidate: Candidate, read_all: bool) -> CheckpointSummary:
     manifest, problem = None, None
     try:
         manifest = read_manifest(candidate.path)
@@ -102,10 +102,10 @@ def _summary(candidate: Candidate, read_all: bool) -> Summary:
     except CheckpointError as error:
         problem = str(error)
     if manifest is None:
-        return Summary(candidate.path, candidate.step, None, None, None, None, problem)
+        return CheckpointSummary(candidate.path, candidate.step, None, None, None, None, problem)
     size = sum(shard.bytes for shard in manifest.shards.values())
     counts = len(manifest.shards), len(manifest.tensors)
-    return Summary(candidate.path, manifest.step, size, *counts, _saved_at(candidate.path, manifest), problem)
+    return CheckpointSummary(candidate.path, manifest.step, size, *counts, _saved_at(candidate.path, manifest), problem)
 
 
 def _saved_at(folder: Path, manifest: Manifest) -> float:

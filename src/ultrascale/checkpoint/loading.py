@@ -27,7 +27,7 @@ from ultrascale.checkpoint.disk.files import Piece, opened, read_box, read_manif
 from ultrascale.checkpoint.disk.folders import candidates
 from ultrascale.checkpoint.disk.patience import with_retries
 from ultrascale.checkpoint.errors import CheckpointError, LostContactError, UnknownVersionError
-from ultrascale.checkpoint.manifest import Chunk, Entry, Manifest
+from ultrascale.checkpoint.manifest import Chunk, Manifest, TensorEntry
 from ultrascale.checkpoint.slices import Slice, Tensors, pieces_of, slices_of
 from ultrascale.failpoints import failpoint
 
@@ -42,7 +42,7 @@ class Rejected:
 
 
 @dataclass(frozen=True)
-class Search:
+class CheckpointSearch:
     """The newest checkpoint that verifies, if any, and the newer ones that do not."""
 
     folder: Path | None
@@ -116,7 +116,7 @@ def newest_valid(root: Path) -> Path | None:
     return search(root).folder
 
 
-def search(root: Path, *, process_group: dist.ProcessGroup | None = None) -> Search:
+def search(root: Path, *, process_group: dist.ProcessGroup | None = None) -> CheckpointSearch:
     """The newest checkpoint whose every byte verifies, and why newer ones were rejected; the same on every rank.
 
     Collective over `process_group` (all ranks by default); shards are distributed over ranks. Changes nothing on disk. Raises
@@ -134,8 +134,8 @@ def search(root: Path, *, process_group: dist.ProcessGroup | None = None) -> Sea
             except CheckpointError as error:
                 rejected.append(Rejected(root / name, step, str(error)))
             else:
-                return Search(root / name, tuple(rejected))
-        return Search(None, tuple(rejected))
+                return CheckpointSearch(root / name, tuple(rejected))
+        return CheckpointSearch(None, tuple(rejected))
 
 
 def damaged_after(folder: Path) -> tuple[Rejected, ...]:
@@ -203,7 +203,7 @@ def _check_targets(manifest: Manifest, slices: list[tuple[str, Slice]], requeste
         raise CheckpointError(f"{len(wrong)} tensors do not match:\n  " + "\n  ".join(wrong) + f"\n{remedy}")
 
 
-def _reads(manifest: Manifest, pieces: list[Piece]) -> list[tuple[Chunk, Entry, Any, torch.Tensor]]:
+def _reads(manifest: Manifest, pieces: list[Piece]) -> list[tuple[Chunk, TensorEntry, Any, torch.Tensor]]:
     """Stored boxes that overlap this rank's boxes, with the overlaps that DCP computes."""
     stored = {name: _describe(manifest.tensors[name]) for name in {piece.name for piece in pieces}}
     jobs = []
@@ -226,13 +226,13 @@ def _read_into(folder: Path, manifest: Manifest, pieces: list[Piece]) -> None:
     increment_version([piece.tensor for piece in pieces])
 
 
-def _read_boxes(folder: Path, file: str, jobs: list[tuple[Chunk, Entry, Any, torch.Tensor]]) -> None:
+def _read_boxes(folder: Path, file: str, jobs: list[tuple[Chunk, TensorEntry, Any, torch.Tensor]]) -> None:
     with opened(folder, file) as fd:
         for chunk, entry, item, tensor in jobs:
             box = tuple(slice(o, o + n) for o, n in zip(item.dest_offsets, item.lengths, strict=True))
             read_box(fd, entry, chunk, tuple(item.storage_offsets), tensor[box], path=folder / file)
 
 
-def _describe(entry: Entry) -> TensorStorageMetadata:
+def _describe(entry: TensorEntry) -> TensorStorageMetadata:
     chunks = [ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in entry.chunks]
     return TensorStorageMetadata(TensorProperties(dtype=DTYPES[entry.dtype]), torch.Size(entry.shape), chunks)

@@ -53,7 +53,7 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """A tensor: dtype by its name in `ITEM_BYTES`, global shape, and the boxes that cover it."""
 
     dtype: str
@@ -85,7 +85,7 @@ class Manifest:
     """Unique to every save and repeated in every shard, so that shards of two saves cannot be mixed."""
     step: int
     shards: dict[str, Shard]
-    tensors: dict[str, Entry]
+    tensors: dict[str, TensorEntry]
     metadata: dict[str, Any]
 
 
@@ -103,7 +103,7 @@ def manifest_of(save_id: str, step: int, parts: list[dict[str, Any]], metadata: 
         for name, dtype, shape, offsets, sizes, begin in part["boxes"]:
             heads[name] = (dtype, tuple(shape))
             chunks.setdefault(name, []).append(Chunk(tuple(offsets), tuple(sizes), part["file"], begin))
-    entries = {name: Entry(*head, tuple(sorted(chunks[name], key=lambda c: c.offsets))) for name, head in heads.items()}
+    entries = {name: TensorEntry(*head, tuple(sorted(chunks[name], key=lambda c: c.offsets))) for name, head in heads.items()}
     return Manifest(save_id, step, shards, dict(sorted(entries.items())), metadata)
 
 
@@ -224,14 +224,14 @@ class _Check:
         size, checksum = self.fields(value, f"shard {name}", "bytes", "checksum")
         return Shard(self.integer(size, f"bytes of {name}"), self.text(checksum, f"checksum of {name}", _CHECKSUM))
 
-    def entry(self, value: Any, name: str, files: dict[str, Shard]) -> Entry:
+    def entry(self, value: Any, name: str, files: dict[str, Shard]) -> TensorEntry:
         dtype, shape, chunks = self.fields(value, f"tensor {name!r}", "dtype", "shape", "chunks")
         if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
             self.refuse(f"dtype of {name!r}", dtype, f"one of {sorted(ITEM_BYTES)}")
         shape = self.integers(shape, f"shape of {name!r}")
         if not isinstance(chunks, list):
             self.refuse(f"chunks of {name!r}", chunks, "a list")
-        entry = Entry(dtype, shape, tuple(self.chunk(chunk, name, shape, dtype, files) for chunk in chunks))
+        entry = TensorEntry(dtype, shape, tuple(self.chunk(chunk, name, shape, dtype, files) for chunk in chunks))
         covered = sum(prod(chunk.sizes) for chunk in entry.chunks)
         if covered != prod(shape):
             self.refuse(f"number of stored elements of {name!r}", covered, f"{prod(shape)} for shape {list(shape)}")
@@ -254,7 +254,7 @@ class _Check:
             self.refuse(what, f"bytes {begin} to {end} of {file}", f"a range inside its {files[file].bytes} bytes")
         return Chunk(offsets, sizes, file, begin)
 
-    def separate(self, files: dict[str, Shard], entries: dict[str, Entry]) -> None:
+    def separate(self, files: dict[str, Shard], entries: dict[str, TensorEntry]) -> None:
         """Checks that no byte of a file belongs to two chunks."""
         ranges: dict[str, list[tuple[int, int, str]]] = {file: [] for file in files}
         for name, entry in entries.items():

@@ -17,7 +17,7 @@ from ultrascale.checkpoint.disk.folders import candidates, check_writable, disca
 from ultrascale.checkpoint.disk.nodes import NodeDisks, find_disks, verify_on_disks
 from ultrascale.checkpoint.errors import CheckpointError, LostContactError, SaveFailedError
 from ultrascale.checkpoint.loading import verify
-from ultrascale.checkpoint.saving import Plan, copy_to_host, expect_same_folder, plan_save, write_and_publish
+from ultrascale.checkpoint.saving import SavePlan, copy_to_host, expect_same_folder, plan_save, write_and_publish
 from ultrascale.checkpoint.slices import Tensors
 from ultrascale.open_folder import OpenFolder
 
@@ -142,7 +142,7 @@ class Saver:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def _write(self, plan: Plan) -> Path:
+    def _write(self, plan: SavePlan) -> Path:
         try:
             folder = write_and_publish(plan, ranks=self._ranks)
             self._verified.discard(folder.name)  # another save of the same step

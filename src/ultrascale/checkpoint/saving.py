@@ -35,7 +35,7 @@ from ultrascale.open_folder import OpenFolder
 
 
 @dataclass(frozen=True)
-class Plan:
+class SavePlan:
     """One save, agreed between the ranks, with the boxes that this rank writes."""
 
     root: Path
@@ -85,7 +85,7 @@ def plan_save(
     ranks: Coordinator,
     compare_copies: bool = False,
     finite: bool = False,
-) -> Plan:
+) -> SavePlan:
     """Decide which rank writes what. Collective. Raises CheckpointError, with `finite` also for NaN and infinity."""
     doing = f"saving step {step} to {root}"
 
@@ -102,16 +102,16 @@ def plan_save(
     offers = ranks.gather(local_offers)
     shared = ranks.on_rank_0(doing, lambda: _share_out(offers or []))
     mine = [pieces[index] for index in shared["items"][ranks.rank]]
-    return Plan(root, step, shared["save_id"], mine, shared["tensors"], metadata)
+    return SavePlan(root, step, shared["save_id"], mine, shared["tensors"], metadata)
 
 
-def copy_to_host(plan: Plan) -> Plan:
+def copy_to_host(plan: SavePlan) -> SavePlan:
     """The plan with a copy of the data in host memory, so that training may change the originals."""
     copies = [replace(piece, tensor=piece.tensor.detach().to("cpu", copy=True)) for piece in plan.pieces]
     return replace(plan, pieces=copies)
 
 
-def write_and_publish(plan: Plan, *, ranks: Coordinator) -> Path:
+def write_and_publish(plan: SavePlan, *, ranks: Coordinator) -> Path:
     """Write the boxes of `plan` and publish them on its disks. Collective. Raises CheckpointError on every rank."""
     doing = f"saving step {plan.step} to {plan.root}"
     final = step_folder(plan.root, plan.step)
@@ -141,7 +141,7 @@ def _share_out(gathered: list[list[list[Any]]]) -> dict[str, Any]:
     return {"save_id": uuid.uuid4().hex, "items": share_out(offers), "tensors": tensors}
 
 
-def _make_temporary(plan: Plan) -> None:
+def _make_temporary(plan: SavePlan) -> None:
     failpoint("save.start")
     if plan.open_folder is None:
         make_folder(plan.root)
@@ -156,7 +156,7 @@ def expect_same_folder(open_folder: OpenFolder | None) -> None:
         raise CheckpointError(f"{open_folder.path} {fate} since checkpoints were first saved there.")
 
 
-def _write_pieces(plan: Plan, rank: int) -> dict[str, Any] | None:
+def _write_pieces(plan: SavePlan, rank: int) -> dict[str, Any] | None:
     """Write this rank's shard. Returns its entry for the manifest, None if the rank has nothing to write."""
     if not plan.pieces:
         return None
@@ -170,7 +170,7 @@ def _write_pieces(plan: Plan, rank: int) -> dict[str, Any] | None:
     return {"file": file, "bytes": shard.bytes, "checksum": shard.checksum, "boxes": boxes}
 
 
-def _contents(plan: Plan, written: list[dict[str, Any] | None]) -> dict[str, Any]:
+def _contents(plan: SavePlan, written: list[dict[str, Any] | None]) -> dict[str, Any]:
     """On rank 0: the manifest's text, from what was written and not from what was planned, and its shards."""
     manifest = manifest_of(plan.save_id, plan.step, [part for part in written if part is not None], plan.metadata)
     data = encode(manifest)
@@ -184,14 +184,14 @@ def _contents(plan: Plan, written: list[dict[str, Any] | None]) -> dict[str, Any
     return {"manifest": data.decode("ascii"), "shards": [[file, *astuple(shard)] for file, shard in manifest.shards.items()]}
 
 
-def _expect_shards(plan: Plan, contents: dict[str, Any], disks: NodeDisks) -> None:
+def _expect_shards(plan: SavePlan, contents: dict[str, Any], disks: NodeDisks) -> None:
     """Raises CheckpointError unless the shards that ranks on this disk wrote are there with their full length."""
     on_disk = {shard_name(rank) for rank in disks.mates}
     for file, shard in ((file, Shard(*facts)) for file, *facts in contents["shards"] if file in on_disk):
         verify_size(plan.temporary, file, shard)
 
 
-def _finish(plan: Plan, contents: dict[str, Any], disks: NodeDisks, final: Path) -> None:
+def _finish(plan: SavePlan, contents: dict[str, Any], disks: NodeDisks, final: Path) -> None:
     """On the rank that publishes on this disk: write the manifest, then rename."""
     where, data = plan.temporary / MANIFEST_NAME, contents["manifest"].encode("ascii")
     _expect_shards(plan, contents, disks)

@@ -16,7 +16,7 @@ from ultrascale.description.problems import mistake
 from ultrascale.launch.restarts import goodput_text
 
 if TYPE_CHECKING:
-    from ultrascale.soak.story import Outcome, Strike
+    from ultrascale.soak.story import StormOutcome, Strike
 
 
 def soak(
@@ -77,7 +77,7 @@ command = partial(parse, soak, "soak")
 """Run the verb; returns 0 if both runs end alike."""
 
 
-def table(outcome: Outcome) -> list[str]:
+def table(outcome: StormOutcome) -> list[str]:
     """Lines of the printed table: one per kind of fault, and the verdict."""
     head = ("fault", "struck", "survived", "found in s", "next step in s", "steps lost", "found by")
     rows = [head, *(_row(kind, facts) for kind, facts in to_json(outcome)["kinds"].items())]
@@ -94,7 +94,7 @@ def table(outcome: Outcome) -> list[str]:
     return lines
 
 
-def to_json(outcome: Outcome) -> dict[str, Any]:
+def to_json(outcome: StormOutcome) -> dict[str, Any]:
     """The table as JSON."""
     from ultrascale.soak.storm import KINDS
 

@@ -15,7 +15,7 @@ from ultrascale.description.problems import MOST_PROBLEMS, Problem
 
 
 @dataclass(frozen=True)
-class Entry:
+class WrittenValue:
     """A value as written, with its source."""
 
     value: Any
@@ -29,7 +29,7 @@ class Entry:
 class SettingsLayer:
     """Keys set by one file, or by the command line."""
 
-    entries: dict[str, Entry] = field(default_factory=dict)
+    entries: dict[str, WrittenValue] = field(default_factory=dict)
     tables: list[str] = field(default_factory=list)
     """Sections written as tables, including empty ones."""
 
@@ -68,7 +68,7 @@ def read_flags(overrides: Sequence[str] | Mapping[str, Any], problems: list[Prob
     layer = SettingsLayer()
     if isinstance(overrides, Mapping):
         for key, value in overrides.items():
-            _add(key, Entry(value, "flag", text=isinstance(value, str)), layer, problems)
+            _add(key, WrittenValue(value, "flag", text=isinstance(value, str)), layer, problems)
         return layer
     words = list(overrides)
     while words:
@@ -87,7 +87,7 @@ def read_flags(overrides: Sequence[str] | Mapping[str, Any], problems: list[Prob
             missing = Problem(key, "has no value", f"Write --{key} VALUE.", "flag")
             problems.append(missing if known else unknown_key(key, "flag"))
         else:
-            _add(key, Entry(value if value is not None else "true", "flag", text=True), layer, problems)
+            _add(key, WrittenValue(value if value is not None else "true", "flag", text=True), layer, problems)
     return layer
 
 
@@ -150,16 +150,16 @@ def _flatten(values: Mapping[str, Any], prefix: str, origin, layer: SettingsLaye
             layer.tables.append(key)
             _flatten(value, f"{key}.", origin, layer, problems)
         else:
-            _add(key, Entry(value, origin(key)), layer, problems)
+            _add(key, WrittenValue(value, origin(key)), layer, problems)
 
 
-def _add(key: str, entry: Entry, layer: SettingsLayer, problems: list[Problem]) -> None:
+def _add(key: str, entry: WrittenValue, layer: SettingsLayer, problems: list[Problem]) -> None:
     """Add one entry, or record that its key does not exist. A section may be given as a mapping, an optional one as none."""
     if key in leaves() or key in STAND_INS:
         layer.entries[key] = entry
     elif key in sections() and isinstance(entry.value, Mapping):
         for name, value in entry.value.items():
-            _add(f"{key}.{name}", Entry(value, entry.origin), layer, problems)
+            _add(f"{key}.{name}", WrittenValue(value, entry.origin), layer, problems)
     elif key == "model.rope_scaling" and entry.value in (None, "none"):
         layer.entries[key] = entry
     elif key in sections():

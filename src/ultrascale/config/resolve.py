@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 from ultrascale.catalogue.models.model_presets import PRESETS, preset
-from ultrascale.config.layers import Entry, SettingsLayer, read_files, read_flags, read_text
+from ultrascale.config.layers import SettingsLayer, WrittenValue, read_files, read_flags, read_text
 from ultrascale.config.ranges import MOST, range_problem
 from ultrascale.config.rules.run_rules import run_problems
 from ultrascale.config.schema import INVALID, ValueContext, convert, leaves
@@ -73,7 +73,7 @@ def resolve(
     if path is not None and not layers:
         raise SpecError(problems)  # without its file, all further messages would be noise
     requested = None if processes is None else (processes, processes_flag)
-    layers = [SettingsLayer({key: Entry(value, "default") for key, value in (defaults or {}).items()}), *layers]
+    layers = [SettingsLayer({key: WrittenValue(value, "default") for key, value in (defaults or {}).items()}), *layers]
     return _resolve([*layers, read_flags(overrides, problems)], problems, require_data=require_data, processes=requested)
 
 
@@ -140,9 +140,9 @@ def _resolve(
     return Resolved(run, provenance, launch)
 
 
-def _other_entries(layers: list[SettingsLayer], problems: list[Problem]) -> dict[str, Entry]:
+def _other_entries(layers: list[SettingsLayer], problems: list[Problem]) -> dict[str, WrittenValue]:
     """Final value of every key outside the model. If the batch is given in two ways, the later layer wins."""
-    entries: dict[str, Entry] = {}
+    entries: dict[str, WrittenValue] = {}
     rivals = ("batch.tokens_per_batch", "batch.sequences_per_batch")
     for layer in layers:
         _refuse_both(layer, rivals, problems)
@@ -152,9 +152,9 @@ def _other_entries(layers: list[SettingsLayer], problems: list[Problem]) -> dict
     return entries
 
 
-def _model_entries(layers: list[SettingsLayer], problems: list[Problem]) -> dict[str, Entry]:
+def _model_entries(layers: list[SettingsLayer], problems: list[Problem]) -> dict[str, WrittenValue]:
     """Final value of every key of the model; fields of a chosen preset or folder rank below its own layer."""
-    entries: dict[str, Entry] = {}
+    entries: dict[str, WrittenValue] = {}
     rivals = ("model.preset", "model.path")
     for layer in layers:
         _refuse_both(layer, rivals, problems)
@@ -175,9 +175,9 @@ def _refuse_both(layer: SettingsLayer, rivals: tuple[str, str], problems: list[P
         problems.append(Problem(rivals[0], rule, "Keep one of the two.", layer.entries[rivals[0]].origin))
 
 
-def _entries_of_model(key: str, entry: Entry, problems: list[Problem]) -> dict[str, Entry]:
+def _entries_of_model(key: str, entry: WrittenValue, problems: list[Problem]) -> dict[str, WrittenValue]:
     """Fields of the model that a `preset` or `path` names. If it cannot be read, the entry `model` remains as a mark."""
-    unknown = {"model": Entry(None, entry.origin)}
+    unknown = {"model": WrittenValue(None, entry.origin)}
     value = convert(entry.value, str, ValueContext(key, entry.origin, entry.text, problems))
     if value is INVALID:
         return unknown
@@ -194,33 +194,33 @@ def _entries_of_model(key: str, entry: Entry, problems: list[Problem]) -> dict[s
     origin = f"preset {model.name}" if key == "model.preset" else f"{OF_CONFIG}{value}"
     fields = asdict(model)
     scaling = fields.pop("rope_scaling") or {}
-    entries = {f"model.{name}": Entry(field, origin) for name, field in fields.items()}
-    return entries | {f"model.rope_scaling.{name}": Entry(field, origin) for name, field in scaling.items()}
+    entries = {f"model.{name}": WrittenValue(field, origin) for name, field in fields.items()}
+    return entries | {f"model.rope_scaling.{name}": WrittenValue(field, origin) for name, field in scaling.items()}
 
 
-def _with_derived_fields(entries: dict[str, Entry]) -> dict[str, Entry]:
+def _with_derived_fields(entries: dict[str, WrittenValue]) -> dict[str, WrittenValue]:
     """Fill fields that a model written field by field omits: its family's fixed choices, one key/value head per query head, E =
     D / H."""
     if not entries:
         return entries
     kind = entries["model.model_type"].value if "model.model_type" in entries else "llama"
-    derived: dict[str, Entry] = {}
+    derived: dict[str, WrittenValue] = {}
     for name, value in (FAMILIES[kind].fixed if isinstance(kind, str) and kind in FAMILIES else {}).items():
         if value != leaves()[f"model.{name}"].default:
-            derived[f"model.{name}"] = Entry(value, f"derived from model_type {kind}")
+            derived[f"model.{name}"] = WrittenValue(value, f"derived from model_type {kind}")
     hidden, heads = (entries.get(f"model.{name}") for name in ("hidden_size", "num_attention_heads"))
     if heads is not None:
         derived["model.num_key_value_heads"] = replace(heads, origin="derived from num_attention_heads")
     try:
         if hidden is not None and heads is not None:
-            width = Entry(int(hidden.value) // int(heads.value), "derived from hidden_size / num_attention_heads")
+            width = WrittenValue(int(hidden.value) // int(heads.value), "derived from hidden_size / num_attention_heads")
             derived["model.head_dim"] = width
     except (ValueError, TypeError, ArithmeticError):
-        derived["model.head_dim"] = Entry(1, "derived")  # hidden_size or heads are wrong, which is reported for them
+        derived["model.head_dim"] = WrittenValue(1, "derived")  # hidden_size or heads are wrong, which is reported for them
     return derived | entries
 
 
-def _convert_all(entries: dict[str, Entry], problems: list[Problem]) -> tuple[dict[str, Any], set[str]]:
+def _convert_all(entries: dict[str, WrittenValue], problems: list[Problem]) -> tuple[dict[str, Any], set[str]]:
     """Values by key, and the keys that could not be read or are out of range."""
     values: dict[str, Any] = {}
     bad: set[str] = {"model"} if "model" in entries else set()
@@ -248,7 +248,7 @@ def _fit_default_length(values: dict[str, Any], provenance: dict[str, str]) -> N
 def _derive_dp(
     processes: int,
     flag: str,
-    entries: dict[str, Entry],
+    entries: dict[str, WrittenValue],
     values: dict[str, Any],
     provenance: dict[str, str],
     bad: set[str],
@@ -283,7 +283,7 @@ def _derive_dp(
 
 
 def _batch_from_tokens(
-    entries: dict[str, Entry], values: dict[str, Any], provenance: dict[str, str], bad: set[str], problems: list[Problem]
+    entries: dict[str, WrittenValue], values: dict[str, Any], provenance: dict[str, str], bad: set[str], problems: list[Problem]
 ) -> None:
     """Convert `tokens_per_batch`, of the batch and of the ramp's stages, to sequences."""
     keys = ("batch.sequence_length", "layout.dp", "layout.micro_batch_size", "islands.count", "islands.dp")
@@ -334,7 +334,7 @@ def _built(kind: type[Section], values: Mapping[str, Any], prefix: str = "") -> 
     return kind(**given)
 
 
-def _build_model(good: dict[str, Any], bad: set[str], problems: list[Problem], entries: dict[str, Entry]) -> Model:
+def _build_model(good: dict[str, Any], bad: set[str], problems: list[Problem], entries: dict[str, WrittenValue]) -> Model:
     placeholder = PRESETS["tiny-llama"]
     if not any(key.startswith("model") for key in entries):
         rule = "is missing: nothing says which model"
@@ -362,7 +362,7 @@ def _section_problems(run: Run, bad: set[str]) -> list[Problem]:
     return problems if any(key.startswith("layout.") for key in bad) else problems + run.layout.problems()
 
 
-def _of_given_batch(problem: Problem, entries: dict[str, Entry]) -> Problem:
+def _of_given_batch(problem: Problem, entries: dict[str, WrittenValue]) -> Problem:
     """`problem` of the number of steps under the batch's key, if that was given and the steps were not."""
     if problem.key != "steps" or "steps" in entries:
         return problem

@@ -26,8 +26,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ultrascale.data.files import DataCommandError, DataError, reading
-from ultrascale.data.indexed import Header, Shard, prefix_paths, read_header
-from ultrascale.data.manifest import NAME, Manifest, ShardRecord, TokenizerFacts, load_manifest
+from ultrascale.data.indexed import Header, IndexedShard, prefix_paths, read_header
+from ultrascale.data.manifest import NAME, CorpusManifest, ShardRecord, TokenizerFacts, load_manifest
 from ultrascale.data.preparing.verify import BLOCK_BYTES as SAMPLE_BYTES
 from ultrascale.data.preparing.verify import NOT_AS_PREPARED, digest_of_blocks, sample_of
 from ultrascale.storage import MissingError, Store, open_store, url_of
@@ -46,7 +46,7 @@ class Corpus:
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
-        self.manifest: Manifest | None = None
+        self.manifest: CorpusManifest | None = None
         self.streamed: StreamedFolder | None = None
         if (url := url_of(path)) is not None:
             self.path, self.streamed = StoredPath(url), StreamedFolder(url)
@@ -159,8 +159,8 @@ class Corpus:
         return digest.hexdigest()
 
 
-def _open_shard(prefixes: tuple[Path, ...], promised: tuple[int, ...], index: int) -> Shard:
-    shard = Shard(prefixes[index])
+def _open_shard(prefixes: tuple[Path, ...], promised: tuple[int, ...], index: int) -> IndexedShard:
+    shard = IndexedShard(prefixes[index])
     if promised and shard.num_tokens != promised[index]:
         problem = f"holds {shard.num_tokens} tokens, the manifest promises {promised[index]}"
         raise DataError(str(shard.bin_path), problem, "Run the same `data prepare` again: it makes damaged shards anew.")
@@ -263,9 +263,9 @@ class StreamedTokens:
         return first * self.dtype.itemsize, last * self.dtype.itemsize
 
 
-class StreamedShard(Shard):
-    """A shard whose index is a local file and whose ids are in a store. Raises DataError as `Shard` does, and if a sample of
-    the ids, or the index, differs from the manifest."""
+class StreamedShard(IndexedShard):
+    """A shard whose index is a local file and whose ids are in a store. Raises DataError as `IndexedShard` does, and if a
+    sample of the ids, or the index, differs from the manifest."""
 
     def __init__(self, store: Store, record: ShardRecord, folder: Path, cache: BlockCache):
         self._store, self._key, self._record = store, f"{record.name}.bin", record
@@ -324,7 +324,7 @@ class StreamedFolder:
         if NAME not in names:
             remedy = "Copy the whole folder there that `ultrascale data prepare` has made."
             raise DataError(url, f"holds no {NAME}, so it is no prepared folder, which alone is read from a store", remedy)
-        self.manifest: Manifest = load_manifest(self.folder)
+        self.manifest: CorpusManifest = load_manifest(self.folder)
 
     def shard(self, index: int) -> StreamedShard:
         """One shard, opened."""

@@ -90,7 +90,7 @@ def read_header(path: Path) -> Header:
     return header
 
 
-class Shard:
+class IndexedShard:
     """One open `.bin/.idx` pair, read-only and memory-mapped.
 
     Raises DataError if a file is missing or invalid, or the size of `.bin` does not match `.idx`.

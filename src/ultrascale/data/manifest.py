@@ -54,7 +54,7 @@ class TokenizerFacts:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class CorpusManifest:
     """A prepared folder."""
 
     dtype: str
@@ -90,13 +90,13 @@ class Manifest:
         }  # fmt: skip
 
 
-def save_manifest(manifest: Manifest, folder: Path) -> None:
+def save_manifest(manifest: CorpusManifest, folder: Path) -> None:
     """Writes `manifest.json` atomically."""
     shards = [asdict(shard) for shard in manifest.shards]
     write_json(folder / NAME, {"format": FORMAT, **manifest.summary(), "request": dict(manifest.request), "shards": shards})
 
 
-def load_manifest(folder: Path) -> Manifest:
+def load_manifest(folder: Path) -> CorpusManifest:
     """Reads `manifest.json`. Raises DataError if it is missing, damaged, or of another format."""
     path = folder / NAME
     if not path.exists():
@@ -112,7 +112,7 @@ def load_manifest(folder: Path) -> Manifest:
         facts = _typed(TokenizerFacts(**value["tokenizer"]), fingerprint=str, vocab_size=int, eod_token=str, eod_id=int)
         if value["dtype"] not in DTYPES:
             raise TypeError(f"{value['dtype']!r:.80} is none of {', '.join(DTYPES)}")
-        return Manifest(value["dtype"], facts, shards, _is(value["request"], dict))
+        return CorpusManifest(value["dtype"], facts, shards, _is(value["request"], dict))
     except (KeyError, TypeError) as error:
         raise DataError(str(path), f"is damaged: {error}", "Prepare the data again, into a new folder.") from error
 

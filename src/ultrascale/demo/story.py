@@ -43,7 +43,7 @@ from ultrascale.description.layout import Precision
 from ultrascale.description.problems import mistake
 from ultrascale.description.run import Run
 from ultrascale.description.units import format_bytes, format_count, format_flops_per_second, format_seconds
-from ultrascale.measure.compare import Difference, comparison_table
+from ultrascale.measure.compare import CategoryDifference, comparison_table
 from ultrascale.measure.plots import plot_run_folder, read_metrics
 from ultrascale.measure.run_marks import marks_of
 from ultrascale.plan.report import plan_run
@@ -209,7 +209,7 @@ def _progress(rows: list[dict[str, Any]], run: Run) -> tuple[float, str]:
 
 def _compare(demo: Demo, planned: float, rows: list[dict[str, Any]], memory: dict[str, Any]) -> None:
     screen = demo.screen
-    table = comparison_table([Difference(**row) for row in memory["by_category"]])
+    table = comparison_table([CategoryDifference(**row) for row in memory["by_category"]])
     screen.show(
         "[dim]Live bytes of rank 0's tensors, counted over the first four steps; differences in percent of the peak.[/]"
     )

@@ -131,7 +131,7 @@ def mean_among(groups: Groups, like: str, delta: Tensor, wire: Wire) -> Mean:
     return groups[like].mean(delta, wire) if like in groups else Mean(delta, delta, 0)
 
 
-class Link:
+class IslandLink:
     """This rank's connection to all islands, if they were started together."""
 
     def __init__(

@@ -28,7 +28,7 @@ from ultrascale.description.problems import mistake
 from ultrascale.description.run import Run
 from ultrascale.islands import unsharded
 from ultrascale.islands.admission import Answer, LeftOutError
-from ultrascale.islands.link import Group, Link, LostIslandError, Mean, mean_among
+from ultrascale.islands.link import Group, IslandLink, LostIslandError, Mean, mean_among
 from ultrascale.islands.outer_state import OuterState
 from ultrascale.islands.presence import island_of
 from ultrascale.islands.quorum import Quorum
@@ -48,7 +48,7 @@ class OuterLoop:
         self.islands, self.steps, self.ranks = run.islands, run.steps, ranks
         self.state = OuterState(run.islands, share)
         limit = run.collective_timeout_seconds
-        self.link: Link | None = None
+        self.link: IslandLink | None = None
         """Link of islands that were started together."""
         self.quorum: Quorum | None = None
         """Quorum of islands that were started separately."""
@@ -57,7 +57,7 @@ class OuterLoop:
             self.quorum = Quorum(run, ranks, likes, timeout_seconds=limit, wants_to_stop=wants_to_stop)
         else:
             divisor = run.islands.divisor(range(run.islands.count))
-            self.link = Link(ranks, run.islands.count, timeout_seconds=limit, likes=likes, divisor=divisor)
+            self.link = IslandLink(ranks, run.islands.count, timeout_seconds=limit, likes=likes, divisor=divisor)
         self.outer_steps = 0
         """Outer steps so far, counted per fragment."""
         self.owes = False

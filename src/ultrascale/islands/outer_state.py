@@ -38,7 +38,7 @@ from ultrascale.parallel.share import LocalParameter, Share, local
 
 
 @dataclass
-class Part:
+class WeightPart:
     """This rank's part of one weight, and its outer state."""
 
     shard: LocalParameter
@@ -79,10 +79,10 @@ class Part:
 
 
 @dataclass
-class Bucket:
+class DeltaBucket:
     """Parts of a fragment that are sent together."""
 
-    parts: list[Part]
+    parts: list[WeightPart]
     num_senders: int
     """Number of this island's ranks that hold the same parts, and send one piece each."""
     sender: int
@@ -185,10 +185,10 @@ class OuterState:
 
     islands: Islands
     share: Share
-    fragments: list[list[Bucket]] = field(init=False)
+    fragments: list[list[DeltaBucket]] = field(init=False)
 
     def __post_init__(self) -> None:
-        fragments: list[dict[bool, list[Part]]] = [defaultdict(list) for _ in range(self.islands.fragments)]
+        fragments: list[dict[bool, list[WeightPart]]] = [defaultdict(list) for _ in range(self.islands.fragments)]
         for shard in self.share.local_parameters:
             apart, _ = replicas_of(shard.weight, self.share.model, self.share.layout)
             fragments[self.islands.fragment(shard.weight)][apart].append(self._part(shard))
@@ -209,11 +209,11 @@ class OuterState:
         kept = sum(tensor.nbytes for part in self.parts() for _, tensor in part.tensors())
         return kept + sum(bucket.deltas().nbytes * bucket.sends for bucket in self.buckets() if self.islands.quorum)
 
-    def buckets(self) -> Iterator[Bucket]:
+    def buckets(self) -> Iterator[DeltaBucket]:
         """All buckets, in a fixed order."""
         return (bucket for buckets in self.fragments for bucket in buckets)
 
-    def parts(self) -> Iterator[Part]:
+    def parts(self) -> Iterator[WeightPart]:
         """All parts, in a fixed order."""
         return (part for bucket in self.buckets() for part in bucket.parts)
 
@@ -252,17 +252,17 @@ class OuterState:
         increment_version(self.share.parameters())  # low-precision copies are refreshed
         self.share.expect_other_weights()
 
-    def _part(self, shard: LocalParameter) -> Part:
+    def _part(self, shard: LocalParameter) -> WeightPart:
         weight = local(shard.parameter.detach())
         anchor = torch.empty_like(weight, device="meta" if weight.is_meta else "cpu").copy_(weight)  # meta: a trace
         momentum = torch.zeros_like(anchor) if self.islands.outer.momentum else None
         residual = torch.zeros_like(anchor) if self.islands.dtype != "fp32" else None
-        part = Part(shard, anchor, momentum, residual)
+        part = WeightPart(shard, anchor, momentum, residual)
         if self.islands.overlap_steps:
             part.allow_overlap()
         return part
 
-    def _bucket(self, parts: list[Part], experts: bool) -> Bucket:
+    def _bucket(self, parts: list[WeightPart], experts: bool) -> DeltaBucket:
         islands, layout, coordinates, parameter = (
             self.islands,
             self.share.layout,
@@ -283,4 +283,4 @@ class OuterState:
             num_senders, elements = 1 if grid is None else grid.size(0), sum(part.anchor.numel() for part in parts)
             place, sender, weight = f"rank {self.share.mesh.rank}", copy, 1.0
         piece = islands.piece(elements, num_senders) * islands.count
-        return Bucket(parts, num_senders, sender, piece, place, grid, islands.uneven_dp, weight)
+        return DeltaBucket(parts, num_senders, sender, piece, place, grid, islands.uneven_dp, weight)

@@ -78,7 +78,7 @@ class Quorum:
         """Log lines about islands that joined or left."""
         self._last_step = -1
         self._outer_steps: dict[int, OuterStep] = {}
-        self._messages: Messages | None = None
+        self._messages: QuorumMessages | None = None
         self._to_forget: list[list[str]] = [[]]
         self._agreed: list[list[str]] = []
 
@@ -188,7 +188,7 @@ class Quorum:
         if self._messages is None or self._messages.members != members or self._messages.broken:
             if self._messages is not None:
                 self._messages.end()
-            self._messages = Messages(
+            self._messages = QuorumMessages(
                 members, lambda: make_groups(self._likes, lambda like: self.admission.group(members, key, like))
             )
         done, deltas, wire = f"{key}/done/{self.admission.member}/{self.ranks.rank}", pending.deltas, pending.wire
@@ -298,7 +298,7 @@ class _LazyMean(Future[Mean]):
         return self._get_means()
 
 
-class Messages:
+class QuorumMessages:
     """Groups of one set of islands, and the thread that exchanges deltas in them while training continues. Gloo calls cannot be
     interrupted: an abandoned thread waits for its time-out."""
 

@@ -32,7 +32,7 @@ from ultrascale.description.units import count_of
 from ultrascale.heartbeat import Heartbeat, read
 from ultrascale.launch.events import stamp
 from ultrascale.launch.orphans import launcher_here
-from ultrascale.launch.restarts import Budget
+from ultrascale.launch.restarts import RestartBudget
 from ultrascale.launch.scratch import folder_with_space, launcher_scratch
 from ultrascale.launch.stopping import StopRequests, stop_signals_kept, stop_signals_raise
 from ultrascale.launch.warm import (
@@ -105,7 +105,7 @@ def launch_local(
     expect_processes(num_processes)
     attempt = Attempt(run_toml, num_processes, worker_arguments, worker, grace, keep)
     with stop_signals_kept() as stop_requests:
-        return _run_with_restarts(attempt, Budget(max_restarts), stop_requests, say, progress, record)
+        return _run_with_restarts(attempt, RestartBudget(max_restarts), stop_requests, say, progress, record)
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class Attempt:
 
 
 def _run_with_restarts(
-    attempt: Attempt, budget: Budget, stop_requests: StopRequests,
+    attempt: Attempt, budget: RestartBudget, stop_requests: StopRequests,
     say: Callable[[str], None], progress: Callable[[], str], record: Callable[[dict[str, Any]], None],
 ) -> Ending:  # fmt: skip
     previous = Ending("")

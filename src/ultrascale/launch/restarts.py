@@ -23,7 +23,7 @@ MOST_AT_A_STEP = 3
 
 
 @dataclass
-class Budget:
+class RestartBudget:
     """The restarts that a launcher has left."""
 
     max_restarts: int

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Difference:
+class CategoryDifference:
     """One category, or the sum."""
 
     name: str
@@ -28,7 +28,9 @@ class Difference:
     """(planned - measured) in percent *of the measured sum*, so that small categories get small numbers."""
 
 
-def compare_memory(plan: MemoryPlan, measured: Mapping[str, int], *, measured_total: int | None = None) -> list[Difference]:
+def compare_memory(
+    plan: MemoryPlan, measured: Mapping[str, int], *, measured_total: int | None = None
+) -> list[CategoryDifference]:
     """Planned and measured bytes at the peak, by category; the last entry, `peak`, is the sum.
 
     `measured` are bytes by category (`LiveMemory.peak.by_category`); categories that are not in it were not measured.
@@ -54,7 +56,7 @@ def compare_run(plan: MemoryPlan, memory: LiveMemory) -> dict[str, Any]:
     }
 
 
-def comparison_table(rows: list[Difference]) -> Table:
+def comparison_table(rows: list[CategoryDifference]) -> Table:
     """`rows` for a terminal."""
     columns = ("memory at the peak", "planned", "measured", "difference")
     table = plain_table(*columns, left=columns[:1], whole=columns, pad_edge=True, padding=(0, 2, 0, 0))
@@ -66,6 +68,6 @@ def comparison_table(rows: list[Difference]) -> Table:
     return table
 
 
-def _difference(name: str, planned: int, measured: int | None, total: int) -> Difference:
+def _difference(name: str, planned: int, measured: int | None, total: int) -> CategoryDifference:
     percent = None if measured is None or total == 0 else 100 * (planned - measured) / total
-    return Difference(name, planned, measured, percent)
+    return CategoryDifference(name, planned, measured, percent)

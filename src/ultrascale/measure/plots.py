@@ -13,7 +13,7 @@ from typing import Any
 from ultrascale.description.parsing import parse_json
 from ultrascale.description.problems import mistake
 from ultrascale.launch.events import event_of, read_rows
-from ultrascale.measure.run_marks import Mark, marks_of
+from ultrascale.measure.run_marks import RunMark, marks_of
 from ultrascale.output_file import write_output
 from ultrascale.run_rows import is_validation_loss, memory_document, metric_row
 
@@ -96,7 +96,7 @@ def _row_of(line: bytes) -> dict[str, Any] | None:
 
 
 def plot_loss(
-    rows: Sequence[Mapping[str, Any]], path: Path, *, reference: tuple[str, float] | None = None, marks: Sequence[Mark]
+    rows: Sequence[Mapping[str, Any]], path: Path, *, reference: tuple[str, float] | None = None, marks: Sequence[RunMark]
 ) -> Path:
     """Plot the training loss by step, raw and smoothed; validation losses as points, `reference` as a dashed line."""
     figure, axes = new_figure("Loss", "step", "nats per token")
@@ -105,7 +105,7 @@ def plot_loss(
 
 
 def draw_loss(
-    axes: Any, rows: Sequence[Mapping[str, Any]], marks: Sequence[Mark], *, reference: tuple[str, float] | None = None
+    axes: Any, rows: Sequence[Mapping[str, Any]], marks: Sequence[RunMark], *, reference: tuple[str, float] | None = None
 ) -> None:
     """Draw on `axes` what `plot_loss` does."""
     steps = _draw_smoothed(axes, rows, "train/loss", "training, smoothed")
@@ -153,7 +153,7 @@ def smoothed(values: Sequence[float]) -> list[float]:
     return [window_sum(begin, end - 1) / (counts[end] - counts[begin] or nan) / scale for begin, end in windows]
 
 
-def _draw_marks(axes: Any, marks: Sequence[Mark], last: int) -> None:
+def _draw_marks(axes: Any, marks: Sequence[RunMark], last: int) -> None:
     """Draw a dotted line and a text for each event of the run."""
     for mark in marks:
         if 0 < mark.step < last:
@@ -165,7 +165,7 @@ def _draw_marks(axes: Any, marks: Sequence[Mark], last: int) -> None:
             annotation.set_in_layout(False)  # else a long one takes the room of the axes
 
 
-def plot_tokens_per_second(rows: Sequence[Mapping[str, Any]], path: Path, *, since: int = 0, marks: Sequence[Mark]) -> Path:
+def plot_tokens_per_second(rows: Sequence[Mapping[str, Any]], path: Path, *, since: int = 0, marks: Sequence[RunMark]) -> Path:
     """Plot tokens per second by step, raw and smoothed, and their median after step `since` (earlier steps may have had another
     layout)."""
     from statistics import median

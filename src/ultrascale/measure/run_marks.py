@@ -15,23 +15,23 @@ WHAT = {"failure": "killed", "rewind": "rewound", "stop": "stopped"}
 
 
 @dataclass(frozen=True)
-class Mark:
+class RunMark:
     """One event of a run, after a number of steps."""
 
     step: int
     text: str
 
 
-def marks_of(folder: Path) -> list[Mark]:
+def marks_of(folder: Path) -> list[RunMark]:
     """Marks of the run in `folder`, in order; events at the same step are joined."""
     by_step: dict[int, list[str]] = {}
     for mark in _marks([row for row in read_rows(folder / "events.jsonl") if isinstance(row, dict)]):
         if mark.text not in by_step.setdefault(mark.step, []):
             by_step[mark.step].append(mark.text)
-    return [Mark(step, ", ".join(texts)) for step, texts in sorted(by_step.items())]
+    return [RunMark(step, ", ".join(texts)) for step, texts in sorted(by_step.items())]
 
 
-def _marks(rows: list[dict[str, Any]]) -> Iterator[Mark]:
+def _marks(rows: list[dict[str, Any]]) -> Iterator[RunMark]:
     before: Mapping[str, Any] = {}
     for row in rows:
         kind, step = row.get("event"), row.get("step")
@@ -39,10 +39,10 @@ def _marks(rows: list[dict[str, Any]]) -> Iterator[Mark]:
             continue
         if kind == "start":
             if step > 0:
-                yield Mark(step, _resumed(row, before))
+                yield RunMark(step, _resumed(row, before))
             before = row
         elif kind in WHAT:
-            yield Mark(step, WHAT[kind])
+            yield RunMark(step, WHAT[kind])
 
 
 def _resumed(row: Mapping[str, Any], previous: Mapping[str, Any]) -> str:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from ultrascale.description.units import format_bytes, format_count, format_percent, format_seconds, format_share
 
 if TYPE_CHECKING:
-    from ultrascale.measure.run_marks import Mark
+    from ultrascale.measure.run_marks import RunMark
 
 COLOURS = {
     "parameters": 0, "gathered": 1, "gradients": 2, "optimizer": 3, "activations": 4, "temporary": 5, "communication": 6,
@@ -174,7 +174,7 @@ def step_document(profile: Mapping[str, Any]) -> Document:
 
 
 def run_document(
-    lines: Iterable[tuple[str, str]], metrics: Sequence[Mapping[str, Any]], folder: str, marks: Sequence[Mark] = ()
+    lines: Iterable[tuple[str, str]], metrics: Sequence[Mapping[str, Any]], folder: str, marks: Sequence[RunMark] = ()
 ) -> Document:
     """The page of a run: the lines printed by `ultrascale report`, and rows of metrics.jsonl; `marks` are the steps at which
     the run was killed, resumed, or changed its layout."""

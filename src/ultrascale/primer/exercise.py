@@ -38,7 +38,7 @@ class Exercise:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class VariantOutcome:
     """Result of a variant."""
 
     name: str
@@ -61,7 +61,7 @@ TOLERANCE = 2e-2
 a wrong kernel."""
 
 
-def outcome(variant: Variant, *, device: torch.device, peak_bytes: float | None, peak_flops: float | None) -> Outcome:
+def outcome(variant: Variant, *, device: torch.device, peak_bytes: float | None, peak_flops: float | None) -> VariantOutcome:
     """Run, check and, on a GPU, time a variant. Peaks are per second."""
     expected = variant.expected().double()
     result = variant.run().double()
@@ -70,7 +70,7 @@ def outcome(variant: Variant, *, device: torch.device, peak_bytes: float | None,
     unit, amount, peak = ("FLOP/s", variant.flops, peak_flops) if variant.flops else ("B/s", variant.num_bytes, peak_bytes)
     rate = None if seconds is None else amount / seconds
     share = None if rate is None or peak is None else rate / peak
-    return Outcome(variant.name, error, error < TOLERANCE, seconds, rate, unit, share, variant.note)
+    return VariantOutcome(variant.name, error, error < TOLERANCE, seconds, rate, unit, share, variant.note)
 
 
 def timed(run: Callable[[], Any]) -> float:

@@ -9,7 +9,7 @@ from importlib import import_module
 import torch
 
 from ultrascale.measure.machine.ceilings import device_name, measure_matmul_ceiling, this_gpu
-from ultrascale.primer.exercise import Exercise, Outcome, outcome
+from ultrascale.primer.exercise import Exercise, VariantOutcome, outcome
 
 LESSONS = ("access", "tiles", "coarsening", "divergence", "softmax", "attention")
 """Modules of this package, in the order of the lessons."""
@@ -53,7 +53,7 @@ def lessons(device: torch.device, only: tuple[str, ...] = ()) -> Iterator[Exerci
             yield import_module(f"ultrascale.primer.exercises.{name}").exercise(device)
 
 
-def outcomes(exercise: Exercise, where: Place) -> list[Outcome]:
+def outcomes(exercise: Exercise, where: Place) -> list[VariantOutcome]:
     """Every variant of an exercise, checked and, on a GPU, timed. Kernels in fp32 are compared with the same peak bandwidth."""
     flops = None if exercise.name == "divergence" else where.peak_flops  # its FLOPs do not run on tensor cores
     return [

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ultrascale.primer.interpreter import choose_device
 
 if TYPE_CHECKING:
-    from ultrascale.primer.exercise import Exercise, Outcome
+    from ultrascale.primer.exercise import Exercise, VariantOutcome
     from ultrascale.primer.lessons import Place
 
 
@@ -51,7 +51,7 @@ def _head(where: Place) -> str:
     return "\n".join(lines)
 
 
-def _print(number: int, exercise: Exercise, rows: list[Outcome]) -> None:
+def _print(number: int, exercise: Exercise, rows: list[VariantOutcome]) -> None:
     print(f"\n{number}. {exercise.title}")
     width = max(len(row.name) for row in rows)
     for row in rows:
@@ -59,12 +59,12 @@ def _print(number: int, exercise: Exercise, rows: list[Outcome]) -> None:
     print("\n".join(f"   {line}" for line in exercise.meaning.splitlines()), flush=True)
 
 
-def _speed(row: Outcome) -> str:
+def _speed(row: VariantOutcome) -> str:
     if row.seconds is None or row.rate is None:
         return ""
     rate = f"{row.rate / 1e12:8.3f} T{row.unit}"
     return f"{row.seconds * 1e6:10.1f} us {rate}" + ("" if row.share is None else f" {row.share:6.1%} of peak")
 
 
-def _result(row: Outcome) -> str:
+def _result(row: VariantOutcome) -> str:
     return "right" if row.is_right else f"WRONG: off by {row.error:.1e}"

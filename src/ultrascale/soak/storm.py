@@ -25,7 +25,7 @@ SLOW_STEPS = 24
 
 
 @dataclass(frozen=True)
-class Kind:
+class FaultKind:
     """A kind of fault."""
 
     row: int
@@ -42,27 +42,27 @@ class Kind:
 
 
 KINDS = {
-    "kill": Kind(2, "SIGKILL of a rank at a moment of a step"),
-    "kill-in-save": Kind(1, "SIGKILL of a rank at a point of saving", strikes_save=True),
-    "power-cut": Kind(3, "SIGKILL of launcher and all ranks; the command is given again", meets_launcher=True),
-    "raise": Kind(6, "an exception on a rank"),
-    "segfault": Kind(7, "a segmentation fault on a rank"),
-    "leave": Kind(7, "a rank leaves early with exit code 0"),
-    "terminate": Kind(10, "SIGTERM to the launcher; the command is given again", meets_launcher=True),
-    "stop": Kind(17, "SIGSTOP of a rank"),
-    "skip": Kind(18, "a rank skips a collective"),
-    "shape": Kind(18, "a rank comes to a collective with another shape"),
-    "lock": Kind(19, "a rank holds the interpreter's lock"),
-    "nan": Kind(49, "a NaN in the gradient of a rank"),
-    "flip-bit": Kind(51, "a bit of a weight is flipped on one rank"),
-    "flip-file": Kind(27, "a bit of the newest checkpoint is flipped, then SIGKILL"),
-    "cut-file": Kind(28, "a file of the newest checkpoint is cut short, then SIGKILL"),
-    "drop": Kind(24, "all connections of a rank are reset"),
-    "full-disk": Kind(25, "the disk is full for a rank while it saves", True, 3, "the save, again a step later"),
-    "flaky-disk": Kind(33, "a write of a save fails once", True, 3, "the write, done again"),
-    "slow-disk": Kind(32, "a save takes longer than a hang", True, 3, "patience"),
-    "stall": Kind(21, "SIGSTOP of a rank for less than a hang", False, 1, "patience"),
-    "slow": Kind(20, "a rank is slow for 24 steps", False, SLOW_STEPS + 1, "patience"),
+    "kill": FaultKind(2, "SIGKILL of a rank at a moment of a step"),
+    "kill-in-save": FaultKind(1, "SIGKILL of a rank at a point of saving", strikes_save=True),
+    "power-cut": FaultKind(3, "SIGKILL of launcher and all ranks; the command is given again", meets_launcher=True),
+    "raise": FaultKind(6, "an exception on a rank"),
+    "segfault": FaultKind(7, "a segmentation fault on a rank"),
+    "leave": FaultKind(7, "a rank leaves early with exit code 0"),
+    "terminate": FaultKind(10, "SIGTERM to the launcher; the command is given again", meets_launcher=True),
+    "stop": FaultKind(17, "SIGSTOP of a rank"),
+    "skip": FaultKind(18, "a rank skips a collective"),
+    "shape": FaultKind(18, "a rank comes to a collective with another shape"),
+    "lock": FaultKind(19, "a rank holds the interpreter's lock"),
+    "nan": FaultKind(49, "a NaN in the gradient of a rank"),
+    "flip-bit": FaultKind(51, "a bit of a weight is flipped on one rank"),
+    "flip-file": FaultKind(27, "a bit of the newest checkpoint is flipped, then SIGKILL"),
+    "cut-file": FaultKind(28, "a file of the newest checkpoint is cut short, then SIGKILL"),
+    "drop": FaultKind(24, "all connections of a rank are reset"),
+    "full-disk": FaultKind(25, "the disk is full for a rank while it saves", True, 3, "the save, again a step later"),
+    "flaky-disk": FaultKind(33, "a write of a save fails once", True, 3, "the write, done again"),
+    "slow-disk": FaultKind(32, "a save takes longer than a hang", True, 3, "patience"),
+    "stall": FaultKind(21, "SIGSTOP of a rank for less than a hang", False, 1, "patience"),
+    "slow": FaultKind(20, "a rank is slow for 24 steps", False, SLOW_STEPS + 1, "patience"),
 }
 
 

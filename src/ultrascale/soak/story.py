@@ -75,7 +75,7 @@ class Strike:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class StormOutcome:
     """Results of a storm and of the undisturbed run."""
 
     strikes: list[Strike]
@@ -103,7 +103,7 @@ def soak(
     hang_seconds: float = HANG_SECONDS,
     torchrun: bool = False,
     say: Callable[[str], None] = print,
-) -> Outcome:
+) -> StormOutcome:
     """Inject faults for `seconds`, or until `num_faults` have struck; then do as many steps without faults, and compare.
     `hang_seconds`: of the run; stalls that are shorter, and slowness that lasts longer, are scaled by it. `torchrun` starts and
     restarts the ranks under faults; those of the undisturbed run are started by `ultrascale train`.
@@ -124,7 +124,7 @@ def soak(
     struck = fired(folder / "storm", faults)
     over = healed(folder / "storm", faults)
     strikes = strikes_of([(fault, struck[fault.number]) for fault in faults if fault.number in struck], _events(run), over)
-    return Outcome(strikes, steps, equal, same_state(run, calm), read_account(stormy.path / "events.jsonl"), took)
+    return StormOutcome(strikes, steps, equal, same_state(run, calm), read_account(stormy.path / "events.jsonl"), took)
 
 
 def make_folder(folder: Path) -> None:

@@ -9,14 +9,14 @@ parts    a large file as many objects, each with its checksum
 
 from ultrascale.storage.errors import ConflictError, DamagedError, MissingError, StorageError
 from ultrascale.storage.location import join_url, open_store, url_of
-from ultrascale.storage.parts import Part, crc_of, download_files, read_parts, upload_file, verify_parts
+from ultrascale.storage.parts import PartObject, crc_of, download_files, read_parts, upload_file, verify_parts
 from ultrascale.storage.store import Store, Stored, Version
 
 __all__ = [
     "ConflictError",
     "DamagedError",
     "MissingError",
-    "Part",
+    "PartObject",
     "StorageError",
     "Store",
     "Stored",

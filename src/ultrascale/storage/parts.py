@@ -31,7 +31,7 @@ STREAMS = 8
 
 
 @dataclass(frozen=True)
-class Part:
+class PartObject:
     """One object of a file: its length, and the CRC-32 of its bytes."""
 
     bytes: int
@@ -42,7 +42,7 @@ class Part:
         return f"{prefix}.{index:05d}-{self.crc:08x}"
 
 
-def crc_of(parts: Iterable[Part]) -> int:
+def crc_of(parts: Iterable[PartObject]) -> int:
     """CRC-32 of the file that these parts make up."""
     crc = 0
     for part in parts:
@@ -50,7 +50,7 @@ def crc_of(parts: Iterable[Part]) -> int:
     return crc
 
 
-def upload_file(store: Store, path: Path, prefix: str, *, resuming: bool = False) -> tuple[Part, ...]:
+def upload_file(store: Store, path: Path, prefix: str, *, resuming: bool = False) -> tuple[PartObject, ...]:
     """Upload the file's parts under `prefix`; returns the parts as read from the file.
 
     `resuming`: parts that an interrupted attempt has uploaded are not sent again. Raises StorageError, OSError.
@@ -59,7 +59,7 @@ def upload_file(store: Store, path: Path, prefix: str, *, resuming: bool = False
     size = path.stat().st_size
     free: list[mmap.mmap] = []  # to touch fresh memory costs as much as to send what it holds
 
-    def send(index: int) -> Part:
+    def send(index: int) -> PartObject:
         try:
             buffer = free.pop()
         except IndexError:
@@ -67,7 +67,7 @@ def upload_file(store: Store, path: Path, prefix: str, *, resuming: bool = False
         with open(path, "rb") as file:
             file.seek(index * PART_BYTES)
             data = memoryview(buffer)[: file.readinto(buffer)]
-        part = Part(len(data), crc32(data) & 0xFFFFFFFF)
+        part = PartObject(len(data), crc32(data) & 0xFFFFFFFF)
         key = part.key(prefix, index)
         if not (resuming and _is_there(store, key, part.bytes)):
             store.write(key, data)
@@ -81,7 +81,7 @@ def upload_file(store: Store, path: Path, prefix: str, *, resuming: bool = False
     return tuple(_in_parallel(send, range(-(-size // PART_BYTES))))
 
 
-def download_files(store: Store, files: Mapping[Path, tuple[str, Sequence[Part]]]) -> None:
+def download_files(store: Store, files: Mapping[Path, tuple[str, Sequence[PartObject]]]) -> None:
     """Write each file from its verified parts, and fsync it; `files` gives prefix and parts of each.
 
     Raises StorageError, OSError; then none of them exists.
@@ -102,7 +102,7 @@ def download_files(store: Store, files: Mapping[Path, tuple[str, Sequence[Part]]
         raise
 
 
-def verify_parts(store: Store, files: Mapping[str, Sequence[Part]]) -> None:
+def verify_parts(store: Store, files: Mapping[str, Sequence[PartObject]]) -> None:
     """Read every part and compare it with its checksum; `files` gives the parts of each prefix.
 
     Raises DamagedError naming the first that differs, StorageError."""
@@ -110,7 +110,7 @@ def verify_parts(store: Store, files: Mapping[str, Sequence[Part]]) -> None:
     _in_parallel(lambda piece: _read_part(store, piece[0], piece[1], lambda block, at: None), placed)
 
 
-def read_parts(store: Store, parts: Sequence[Part], prefix: str) -> bytes:
+def read_parts(store: Store, parts: Sequence[PartObject], prefix: str) -> bytes:
     """A file that fits in memory, checked. Raises DamagedError, StorageError."""
     data = bytearray(sum(part.bytes for part in parts))
     for key, part, begin in _placed(prefix, parts):
@@ -128,7 +128,7 @@ def _in_parallel(work: Callable[[T], U], items: Iterable[T]) -> list[U]:
         return list(pool.map(work, items))
 
 
-def _placed(prefix: str, parts: Sequence[Part]) -> list[tuple[str, Part, int]]:
+def _placed(prefix: str, parts: Sequence[PartObject]) -> list[tuple[str, PartObject, int]]:
     """Each part with its key, and its offset in the file."""
     pieces, offset = [], 0
     for index, part in enumerate(parts):
@@ -137,7 +137,7 @@ def _placed(prefix: str, parts: Sequence[Part]) -> list[tuple[str, Part, int]]:
     return pieces
 
 
-def _download_part(store: Store, path: Path, key: str, part: Part, begin: int) -> None:
+def _download_part(store: Store, path: Path, key: str, part: PartObject, begin: int) -> None:
     """Write a part at its offset in a file, and start its way to disk while others still arrive."""
     fd = os.open(path, os.O_WRONLY | os.O_NOFOLLOW)
 
@@ -155,7 +155,7 @@ def _download_part(store: Store, path: Path, key: str, part: Part, begin: int) -
         os.close(fd)
 
 
-def _read_part(store: Store, key: str, part: Part, put: Callable[[Block, int], None]) -> None:
+def _read_part(store: Store, key: str, part: PartObject, put: Callable[[Block, int], None]) -> None:
     """Call `put` with each block of a part and its offset in the part; verify the part.
 
     A part that arrives truncated or corrupted is requested again, and passed to `put` again from its start.
@@ -176,7 +176,7 @@ def _read_part(store: Store, key: str, part: Part, put: Callable[[Block, int], N
         raise DamagedError(f"{store.where(key)} is missing. Use another checkpoint.") from error
 
 
-def _problem(size: int, crc: int, part: Part) -> str:
+def _problem(size: int, crc: int, part: PartObject) -> str:
     if size != part.bytes:
         return f"{size} bytes long, expected {part.bytes}"
     return "" if crc == part.crc else f"checksum is crc32:{crc:08x}, expected crc32:{part.crc:08x}"

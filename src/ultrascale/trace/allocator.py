@@ -32,14 +32,14 @@ Key = tuple[int, int]
 
 
 @dataclass(slots=True)
-class Chunk:
+class SegmentBlock:
     """A block of a segment, in use or free."""
 
     address: int
     size: int
     is_free: bool = False
-    before: Chunk | None = None
-    after: Chunk | None = None
+    before: SegmentBlock | None = None
+    after: SegmentBlock | None = None
 
 
 class Allocator:
@@ -49,7 +49,7 @@ class Allocator:
         self.reserved = self.peak_reserved = self.allocated = self.peak_allocated = 0
         self._next = ROUND
         self._free: defaultdict[Pool, list[Key]] = defaultdict(list)
-        self._chunks: dict[int, Chunk] = {}
+        self._chunks: dict[int, SegmentBlock] = {}
         self.segments: list[tuple[int, int, str]] = []
         """(address, bytes, stream) of each segment, in the order of allocation."""
 
@@ -79,7 +79,7 @@ class Allocator:
         insort(self._free[pool], (chunk.size, chunk.address))
         self._chunks[-chunk.address] = chunk
 
-    def _best(self, pool: Pool, size: int) -> Chunk | None:
+    def _best(self, pool: Pool, size: int) -> SegmentBlock | None:
         free = self._free[pool]
         index = bisect_left(free, (size, 0))
         if index == len(free):
@@ -87,29 +87,29 @@ class Allocator:
         _, address = free.pop(index)
         return self._chunks.pop(-address)
 
-    def _new_segment(self, pool: Pool, size: int) -> Chunk:
+    def _new_segment(self, pool: Pool, size: int) -> SegmentBlock:
         num_bytes = SMALL_SEGMENT if pool[1] else LARGE_SEGMENT if size < LARGE_FROM else -(-size // LARGE_ROUND) * LARGE_ROUND
         address, self._next = self._next, self._next + num_bytes
         self.reserved += num_bytes
         self.peak_reserved = max(self.peak_reserved, self.reserved)
         self.segments.append((address, num_bytes, pool[0]))
-        return Chunk(address, num_bytes)
+        return SegmentBlock(address, num_bytes)
 
-    def _split(self, chunk: Chunk, size: int, pool: Pool) -> None:
-        remainder = Chunk(chunk.address + size, chunk.size - size, True, chunk, chunk.after)
+    def _split(self, chunk: SegmentBlock, size: int, pool: Pool) -> None:
+        remainder = SegmentBlock(chunk.address + size, chunk.size - size, True, chunk, chunk.after)
         if remainder.after is not None:
             remainder.after.before = remainder
         chunk.size, chunk.after = size, remainder
         insort(self._free[pool], (remainder.size, remainder.address))
         self._chunks[-remainder.address] = remainder
 
-    def _forget(self, chunk: Chunk, pool: Pool) -> None:
+    def _forget(self, chunk: SegmentBlock, pool: Pool) -> None:
         free = self._free[pool]
         del free[bisect_left(free, (chunk.size, chunk.address))]
         del self._chunks[-chunk.address]
 
 
-def _joined(chunk: Chunk, other: Chunk) -> Chunk:
+def _joined(chunk: SegmentBlock, other: SegmentBlock) -> SegmentBlock:
     """Two neighbours as one, at the address of the lower."""
     low, high = (chunk, other) if chunk.address < other.address else (other, chunk)
     low.size, low.after = low.size + high.size, high.after

@@ -11,7 +11,7 @@ AXES = ("tp", "cp", "dp", "dp x cp", "shard", "replicate", "ep", "expert_tp", "e
 OF_EXPERTS = ("ep", "expert_tp", "expert_dp")
 
 
-class Group(NamedTuple):
+class RankGroup(NamedTuple):
     """A group of ranks, `stride` apart."""
 
     axis: str
@@ -19,10 +19,10 @@ class Group(NamedTuple):
     stride: int
 
 
-def group_of(layout: Layout, ranks: list[int]) -> Group:
+def group_of(layout: Layout, ranks: list[int]) -> RankGroup:
     """Group of `ranks`, with the axis that it belongs to."""
     size, stride = len(ranks), ranks[1] - ranks[0] if len(ranks) > 1 else 1
-    return Group(axis_of(layout, size, stride), size, stride)
+    return RankGroup(axis_of(layout, size, stride), size, stride)
 
 
 def axis_of(layout: Layout, size: int, stride: int) -> str:

@@ -30,7 +30,7 @@ from ultrascale.kernels.choice.device_kind import Kind
 from ultrascale.models import experts
 from ultrascale.parallel.data.data_parallel import sharded_modules
 from ultrascale.parallel.expert import expert_dispatch
-from ultrascale.parallel.expert.expert_dispatch import Dispatch, UnderWay
+from ultrascale.parallel.expert.expert_dispatch import ExpertDispatch, UnderWay
 from ultrascale.plan.memory.replay import num_micro_batches
 from ultrascale.schedules.actions import Action
 from ultrascale.schedules.actions import Kind as ActionKind
@@ -182,10 +182,10 @@ def record_steps(
 @contextmanager
 def balanced_routing() -> Iterator[None]:
     """Context in which expert dispatch gets balanced loads instead of reading them from the device; no token is dropped."""
-    now: list[tuple[Dispatch, int]] = []
-    start = Dispatch.start
+    now: list[tuple[ExpertDispatch, int]] = []
+    start = ExpertDispatch.start
 
-    def start_knowing(self: Dispatch, tokens: Tensor, routing: Any) -> UnderWay:
+    def start_knowing(self: ExpertDispatch, tokens: Tensor, routing: Any) -> UnderWay:
         now[:] = [(self, pairs_of_experts_here(self, *routing[0].shape))]
         return start(self, tokens, routing)
 
@@ -202,14 +202,14 @@ def balanced_routing() -> Iterator[None]:
         return len(pairs)
 
     with (
-        patch.object(Dispatch, "start", start_knowing),
+        patch.object(ExpertDispatch, "start", start_knowing),
         patch.object(expert_dispatch, "_to_host", to_host),
         patch.object(experts, "num_kept", all_kept),
     ):
         yield
 
 
-def pairs_of_experts_here(dispatch: Dispatch, num_tokens: int, choices: int) -> int:
+def pairs_of_experts_here(dispatch: ExpertDispatch, num_tokens: int, choices: int) -> int:
     """(token, expert) pairs that this rank sends, of [N, k] choices."""
     if dispatch.same_tokens is not None:
         num_tokens = even_part(num_tokens, dispatch.same_tokens.size(), dispatch.same_tokens.rank())[1]

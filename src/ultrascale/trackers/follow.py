@@ -41,7 +41,7 @@ class Pauses:
 
 
 @dataclass
-class Rows:
+class FollowedRows:
     """Rows of a growing file, which is replaced by a shorter one when a run rewinds to a checkpoint."""
 
     path: Path
@@ -96,7 +96,7 @@ class Feed:
     _failed: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        self._rows = Rows(self.facts.folder / "metrics.jsonl")
+        self._rows = FollowedRows(self.facts.folder / "metrics.jsonl")
         self._system = System(self.facts.folder)
 
     def run(self) -> None:

@@ -40,7 +40,7 @@ from ultrascale.schedules.build import DEFAULT_VIRTUAL_STAGES
 from ultrascale.validation.cells.flops_conventions import CONVENTIONS
 from ultrascale.validation.cells.models import UnrepresentableError, UnrunnableError, fill_playbook, model_of
 from ultrascale.validation.cells.networks import cluster_of
-from ultrascale.validation.cells.programs import TUNING, Program, Tuning, program_of_row
+from ultrascale.validation.cells.programs import TUNING, RowProgram, Tuning, program_of_row
 from ultrascale.validation.cells.stated import with_stated
 from ultrascale.validation.rows import RunConfig
 from ultrascale.work.recompute import available_modules
@@ -138,7 +138,7 @@ def setup_of(config: RunConfig, tuning: Tuning = TUNING) -> Setup:
 _COLUMN_OF = {"micro_batch_size": "micro_batch", "pipeline": "vpp"}
 
 
-def _base_layout(config: RunConfig, model: Model, program: Program, assumed: list[str]) -> Layout:
+def _base_layout(config: RunConfig, model: Model, program: RowProgram, assumed: list[str]) -> Layout:
     """The layout with all settings that a row never leaves open."""
     gpus = config.n_gpus or (config.nodes * (config.gpus_per_node or 8) if config.nodes else None)
     tp, cp, pp = _blank_axes(config, gpus, assumed)
@@ -275,7 +275,7 @@ def _first_named(part: str) -> str | None:
     return next(name for name in words if _PRECISIONS[name] not in NARROW)
 
 
-def _choices(config: RunConfig, model: Model, program: Program, base: Layout, assumed: list[str]) -> dict[str, tuple]:
+def _choices(config: RunConfig, model: Model, program: RowProgram, base: Layout, assumed: list[str]) -> dict[str, tuple]:
     """Settings that a row may leave open, each with its possible values."""
     schedules = _pipeline(config, model, program.usual, base.pp, assumed)
     return {
@@ -348,7 +348,7 @@ def _recompute_every(config: RunConfig) -> int:
     return (_ORDINALS.get(words[1].lower()) or int(words[1])) if words else Layout.recompute_every
 
 
-def _recompute(config: RunConfig, program: Program, model: Model) -> tuple[str, ...]:
+def _recompute(config: RunConfig, program: RowProgram, model: Model) -> tuple[str, ...]:
     text, stack = config.recompute.lower(), program.stacks[0]
     if named := _modules(config, stack, model):
         return (named,)

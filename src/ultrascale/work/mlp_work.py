@@ -14,7 +14,7 @@ from ultrascale.description.architecture.model import Model
 from ultrascale.description.layout import NARROW
 from ultrascale.work.op_builders import (
     FP8_BYTES,
-    Source,
+    GemmInput,
     ceil_div,
     column_scales,
     column_source,
@@ -149,7 +149,7 @@ def _keeps_narrow_gates(model: Model, shape: Shape) -> bool:
 
 def _activated_source(
     model: Model, shape: Shape, read: str, width: int, num_tokens: int, gates: tuple[str, ...]
-) -> tuple[tuple[Op, ...], Source]:
+) -> tuple[tuple[Op, ...], GemmInput]:
     """Source of the GEMM that reads the result of `_activate` on `gates`; a compiler would recompute it."""
     ops, source = local_source(shape, read, width, num_tokens, cheap=True)
     if _keeps_narrow_gates(model, shape):
@@ -258,7 +258,7 @@ def _grouped(model: Model, shape: Shape, tokens: int, local: int, f: int) -> lis
     names = ("gate", "up") if model.gated_mlp else ("up",)
 
     def grouped(
-        name: str, source: Source, make: str, columns: int, rows: int, weights: tuple[str, ...],
+        name: str, source: GemmInput, make: str, columns: int, rows: int, weights: tuple[str, ...],
         scales: tuple[Collective, ...] = (),
     ) -> Op:  # fmt: skip
         flops = 2 * tokens * rows * columns

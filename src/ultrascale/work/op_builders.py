@@ -27,7 +27,7 @@ SUM_OF_A_PAIR = 2
 """Number of ranks up to which whole tensors are exchanged and added over gloo; more ranks use its all-reduce."""
 
 
-class Source(NamedTuple):
+class GemmInput(NamedTuple):
     """Input of a GEMM, and the part of it that is saved for the weight's gradient."""
 
     read: str
@@ -69,7 +69,7 @@ def gathered_scratch_bytes(shape: Shape, whole: int) -> int:
 def linear(
     shape: Shape,
     name: str,
-    source: Source,
+    source: GemmInput,
     make: str,
     columns: int,
     rows: int,
@@ -101,7 +101,7 @@ def fp8_multiple(shape: Shape, size: int) -> int:
     return size if shape.device == "cpu" else ceil_div(size, FP8_MULTIPLE) * FP8_MULTIPLE
 
 
-def _product_flops(shape: Shape, source: Source, n: int, columns: int, rows: int) -> tuple[int, int]:
+def _product_flops(shape: Shape, source: GemmInput, n: int, columns: int, rows: int) -> tuple[int, int]:
     """FLOPs of a GEMM and of its two backward GEMMs, with padding."""
     flops = 2 * n * rows * columns
     if not in_own_fp8(shape, source):
@@ -111,13 +111,13 @@ def _product_flops(shape: Shape, source: Source, n: int, columns: int, rows: int
     return forward, forward + 2 * rows * whole_n * whole_columns
 
 
-def in_own_fp8(shape: Shape, source: Source) -> bool:
+def in_own_fp8(shape: Shape, source: GemmInput) -> bool:
     """True if a GEMM that reads `source` is in fp8, by our own code."""
     return shape.kernels.own_fp8 and source.in_fp8
 
 
 def fp8_scratch_bytes(
-    shape: Shape, source: Source, n: int, columns: int, rows: int, *, experts: int = 1, biased_bytes: int
+    shape: Shape, source: GemmInput, n: int, columns: int, rows: int, *, experts: int = 1, biased_bytes: int
 ) -> tuple[int, int]:
     """Temporary bytes besides a GEMM, if in fp8, and its two backward GEMMs: the quantised weight, and before that its fp32
     quotient; the gradient in the two forms that the GEMMs need, each first scaled and divided in fp32; and during the GEMMs, on
@@ -158,7 +158,7 @@ def narrow_bytes(shape: Shape, elements: int) -> int:
 
 def local_source(
     shape: Shape, read: str, width: int, num_tokens: int, *, cheap: bool = False, again: bool = False
-) -> tuple[tuple[Op, ...], Source]:
+) -> tuple[tuple[Op, ...], GemmInput]:
     """Source of a GEMM whose input is already on this rank, and its operations. `cheap`: a compiler would recompute it.
     `again`: it is saved unquantised, and quantised again for the weight's gradient."""
     num_bytes = num_tokens * width * shape.itemsize
@@ -168,13 +168,13 @@ def local_source(
         moves = num_bytes + narrow.num_bytes
         op = Op(f"{read}.quantise", "elementwise", (), (narrow,), moved_bytes=moves, backward_moved_bytes=moves if again else 0,
                 scratch_bytes=quotient)  # fmt: skip
-        return (op,), Source(read, (read,), narrow.num_bytes) if again else Source(read, (narrow.name,), in_fp8=True)
+        return (op,), GemmInput(read, (read,), narrow.num_bytes) if again else GemmInput(read, (narrow.name,), in_fp8=True)
     if cheap and shape.kernels.compiled:
-        return (), Source(read, (), num_bytes)
-    return (), Source(read, (read,))
+        return (), GemmInput(read, (), num_bytes)
+    return (), GemmInput(read, (read,))
 
 
-def column_source(shape: Shape, read: str, width: int, *, projections: int = 1) -> tuple[tuple[Op, ...], Source]:
+def column_source(shape: Shape, read: str, width: int, *, projections: int = 1) -> tuple[tuple[Op, ...], GemmInput]:
     """Source of column-parallel GEMMs of `read` [outer tokens, width], with the part that is saved; norms produce it, so it is
     cheap.
 
@@ -197,7 +197,7 @@ def column_source(shape: Shape, read: str, width: int, *, projections: int = 1) 
     if shape.kernels.gathers_again:
         ops, source = local_source(shape, read, width, shape.outer_tokens, cheap=True)
         traffic.append(Collective("all_gather", "tp", narrow, "backward", "product"))
-        source = Source(gathered, source.saved, narrow, in_fp8=source.in_fp8)
+        source = GemmInput(gathered, source.saved, narrow, in_fp8=source.in_fp8)
     else:
         ops, source = local_source(shape, gathered, width, shape.num_tokens)
     gather = Op(
@@ -242,7 +242,7 @@ def without_fp8(shape: Shape) -> Shape:
 
 
 def row_linear(
-    shape: Shape, name: str, source: Source, make: str, columns: int, rows: int, *, bias: bool = False
+    shape: Shape, name: str, source: GemmInput, make: str, columns: int, rows: int, *, bias: bool = False
 ) -> tuple[Op, ...]:
     """A row-parallel GEMM and the sum over its ranks: `make` [outer tokens, rows]."""
     whole = shape.num_tokens * rows * shape.itemsize

@@ -27,9 +27,9 @@ from ultrascale.checkpoint.manifest import (
     MANIFEST_NAME,
     MAX_MANIFEST_BYTES,
     Chunk,
-    Entry,
     Manifest,
     Shard,
+    TensorEntry,
     decode,
 )
 from ultrascale.failpoints import failpoint
@@ -186,7 +186,7 @@ def _verify_shard(folder: Path, file: str, shard: Shard, save_id: str) -> None:
         raise CheckpointError(f"{path}: {problem}. Use another checkpoint.")
 
 
-def read_box(fd: int, entry: Entry, chunk: Chunk, starts: tuple[int, ...], target: torch.Tensor, *, path: Path) -> None:
+def read_box(fd: int, entry: TensorEntry, chunk: Chunk, starts: tuple[int, ...], target: torch.Tensor, *, path: Path) -> None:
     """Fill `target` (any device and strides, dtype of `entry`) with the box of its shape at `starts` inside `chunk`.
 
     Reads one range of bytes, from the box's first element to its last; straight into `target` if the memory layouts agree.

@@ -21,7 +21,7 @@ from ultrascale.checkpoint.disk.damage import expected_manifest, verify_shards
 from ultrascale.checkpoint.disk.files import read_manifest, verify_size
 from ultrascale.checkpoint.disk.folders import make_folder, publish, step_folder, temporary_folder
 from ultrascale.checkpoint.errors import CheckpointError, UnknownVersionError
-from ultrascale.checkpoint.listing import Summary
+from ultrascale.checkpoint.listing import CheckpointSummary
 from ultrascale.checkpoint.manifest import MANIFEST_NAME, Manifest
 from ultrascale.checkpoint.manifest import decode as decode_manifest
 from ultrascale.checkpoint.stored.index import FOLDER, NEWEST, Index, decode, key_of, name_of, step_of
@@ -151,7 +151,7 @@ def verify_stored(store: Store, index: Index) -> None:
     verify_parts(store, {index.prefix(file): index.files[file] for file in manifest.shards})
 
 
-def summarize_stored(store: Store, *, read_all: bool) -> Iterator[Summary]:
+def summarize_stored(store: Store, *, read_all: bool) -> Iterator[CheckpointSummary]:
     """A summary of each stored checkpoint, newest first. `read_all` reads and verifies every byte; otherwise the index, and
     whether every part exists with its full length. Raises CheckpointError if there are none, StorageError."""
     checkpoints = stored_checkpoints(store)
@@ -160,7 +160,7 @@ def summarize_stored(store: Store, *, read_all: bool) -> Iterator[Summary]:
     for stored in checkpoints:
         index, problem = stored.index, stored.problem or None
         if index is None:
-            yield Summary(Path(name_of(stored.step)), stored.step, None, None, None, None, problem)
+            yield CheckpointSummary(Path(name_of(stored.step)), stored.step, None, None, None, None, problem)
             continue
         try:
             if read_all:
@@ -170,7 +170,7 @@ def summarize_stored(store: Store, *, read_all: bool) -> Iterator[Summary]:
         except (CheckpointError, StorageError) as error:
             problem = str(error)
         shards = len(index.files) - 1
-        yield Summary(
+        yield CheckpointSummary(
             Path(name_of(stored.step)), stored.step, index.bytes, shards, index.tensors, index.saved_at or 0.0, problem
         )
 

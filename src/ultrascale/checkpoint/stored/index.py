@@ -15,7 +15,7 @@ from typing import Any
 from ultrascale.checkpoint.disk.checksum import checksum_text, crc32
 from ultrascale.checkpoint.errors import CheckpointError
 from ultrascale.checkpoint.manifest import FIRST_LINE, MANIFEST_NAME, expect_known_format, with_checksum
-from ultrascale.storage import Part
+from ultrascale.storage import PartObject
 
 FORMAT, VERSION = "ultrascale-stored-checkpoint", 1
 FOLDER = "checkpoints"
@@ -34,7 +34,7 @@ class Index:
     """Identifier of the save on disk that was uploaded."""
     saved_at: float | None
     tensors: int
-    files: dict[str, tuple[Part, ...]]
+    files: dict[str, tuple[PartObject, ...]]
 
     @property
     def bytes(self) -> int:
@@ -112,10 +112,10 @@ def _index(content: dict[str, Any]) -> Index:
     )
 
 
-def _part(size: Any, crc: Any) -> Part:
+def _part(size: Any, crc: Any) -> PartObject:
     if not isinstance(crc, str) or len(crc) != 8:
         raise ValueError(f"{crc!r:.40} is no checksum")
-    return Part(_count(size), int(crc, 16))
+    return PartObject(_count(size), int(crc, 16))
 
 
 def _count(value: Any) -> int:

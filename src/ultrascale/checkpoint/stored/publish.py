@@ -17,9 +17,9 @@ from ultrascale.checkpoint.manifest import MANIFEST_NAME, Manifest
 from ultrascale.checkpoint.stored.fetch import StoredCheckpoint, steps_listed, stored_checkpoints, verify_stored
 from ultrascale.checkpoint.stored.index import FOLDER, NEWEST, Index, decode, encode, folder_of, key_of, name_of, step_of
 from ultrascale.failpoints import failpoint
-from ultrascale.storage import MissingError, Part, Store, Version, crc_of, upload_file
+from ultrascale.storage import MissingError, PartObject, Store, Version, crc_of, upload_file
 
-Files = dict[str, tuple[Part, ...]]
+Files = dict[str, tuple[PartObject, ...]]
 
 
 def files_of(manifest: Manifest) -> list[str]:

@@ -18,7 +18,7 @@ from ultrascale.console import plain_table
 from ultrascale.description.units import count_of, format_bytes
 
 if TYPE_CHECKING:
-    from ultrascale.checkpoint.listing import Summary
+    from ultrascale.checkpoint.listing import CheckpointSummary
 
 ABOUT = "List the checkpoints of a run, or verify that every byte is as saved."
 
@@ -75,9 +75,9 @@ def command(arguments: list[str]) -> int:
     return 1 if damaged else 0
 
 
-def collect(folder: Path, *, read_all: bool) -> list[Summary]:
+def collect(folder: Path, *, read_all: bool) -> list[CheckpointSummary]:
     """All summaries; on a terminal, stderr shows the folder that is being read."""
-    summaries: list[Summary] = []
+    summaries: list[CheckpointSummary] = []
     with waiting("reading checkpoints") as report_progress:
         from ultrascale.checkpoint.listing import find_checkpoints, summarize
         from ultrascale.checkpoint.stored.fetch import stored_checkpoints, summarize_stored
@@ -90,7 +90,7 @@ def collect(folder: Path, *, read_all: bool) -> list[Summary]:
     return summaries
 
 
-def print_table(summaries: list[Summary], *, verified: bool) -> None:
+def print_table(summaries: list[CheckpointSummary], *, verified: bool) -> None:
     """Print one line per checkpoint, then all damage in full."""
     from rich.markup import escape
 

@@ -32,12 +32,12 @@ from ultrascale.data.files import (
     writing,
 )
 from ultrascale.data.indexed import best_dtype
-from ultrascale.data.manifest import NAME, Manifest, ShardRecord, TokenizerFacts, load_manifest, save_manifest
+from ultrascale.data.manifest import NAME, CorpusManifest, ShardRecord, TokenizerFacts, load_manifest, save_manifest
 from ultrascale.data.preparing.fetch import fetched_inputs, locked
 from ultrascale.data.preparing.shards import OnBad, ShardTask, is_held_out, make_shard, record_path
 from ultrascale.data.preparing.workers import run_tasks
 from ultrascale.data.reading.documents import Document, PartReader
-from ultrascale.data.reading.inputs import InputFile, Part, cut_shards, find_files
+from ultrascale.data.reading.inputs import FilePart, InputFile, cut_shards, find_files
 from ultrascale.data.tokenizer import tokenizer_facts, train_tokenizer, vocabulary_problem
 from ultrascale.description.units import count_of
 from ultrascale.failpoints import failpoint
@@ -97,8 +97,8 @@ class Recipe:
 class Prepared:
     """The manifests of the output folder, and of the folder of held-out documents if there is one."""
 
-    manifest: Manifest
-    validation: Manifest | None
+    manifest: CorpusManifest
+    validation: CorpusManifest | None
 
 
 def prepare(
@@ -224,7 +224,7 @@ def _expect_outside(files: list[InputFile], folders: tuple[Path, ...]) -> None:
                 raise DataCommandError(str(file.path), f"lies in the output folder {folder}", "Choose another --output.")
 
 
-def _expect_both(shards: list[tuple[Part, ...]], recipe: Recipe) -> None:
+def _expect_both(shards: list[tuple[FilePart, ...]], recipe: Recipe) -> None:
     """Reads until one document is held out and one is not, before a shard is written. Bad documents are reported later."""
     count, sides = 0, set[bool]()
     for part in chain.from_iterable(shards) if recipe.validation_fraction else ():
@@ -241,7 +241,7 @@ def _expect_both(shards: list[tuple[Part, ...]], recipe: Recipe) -> None:
 
 
 def _settle(
-    files: list[InputFile], shards: list[tuple[Part, ...]], folder: Path, recipe: Recipe
+    files: list[InputFile], shards: list[tuple[FilePart, ...]], folder: Path, recipe: Recipe
 ) -> tuple[TokenizerFacts, dict[str, Any]]:
     """The tokenizer and the request, from an earlier run of the same request if there was one. A folder without a finished
     shard is begun anew by another request."""
@@ -325,7 +325,7 @@ def _expect_same_inputs(before: dict[str, Any], now: dict[str, Any], folder: Pat
         raise _no_longer(name, folder)
 
 
-def _training_texts(shards: list[tuple[Part, ...]], recipe: Recipe, spool: Path) -> Iterator[str]:
+def _training_texts(shards: list[tuple[FilePart, ...]], recipe: Recipe, spool: Path) -> Iterator[str]:
     """A bounded sample: from every shard the first documents that are neither bad nor held out."""
     share = TRAINING_CHARACTERS // len(shards)
     for parts in shards:
@@ -349,7 +349,9 @@ def _first_piece(document: Document) -> str:
         return ""  # reported when the document is tokenized
 
 
-def _tasks(shards: list[tuple[Part, ...]], folders: tuple[Path, ...], recipe: Recipe, facts: TokenizerFacts) -> list[ShardTask]:
+def _tasks(
+    shards: list[tuple[FilePart, ...]], folders: tuple[Path, ...], recipe: Recipe, facts: TokenizerFacts
+) -> list[ShardTask]:
     known = [
         {shard.name: shard for shard in load_manifest(folder).shards} if (folder / NAME).exists() else {} for folder in folders
     ]
@@ -367,7 +369,7 @@ def _conclude(
     folders: tuple[Path, ...], records: list[tuple[ShardRecord, ...]], facts: TokenizerFacts, request: dict[str, Any]
 ) -> Prepared:
     dtype = best_dtype(facts.vocab_size)
-    manifests = [Manifest(dtype, facts, shards, request) for shards in zip(*records, strict=True)]
+    manifests = [CorpusManifest(dtype, facts, shards, request) for shards in zip(*records, strict=True)]
     for folder, manifest in zip(folders, manifests, strict=True):
         if manifest.documents == 0:
             skipped = f"; {sum(manifest.skipped.values())} were skipped: {manifest.skipped}" if manifest.skipped else ""

@@ -15,7 +15,7 @@ from ultrascale.data.indexed import ShardWriter, best_dtype, prefix_paths
 from ultrascale.data.manifest import ShardRecord, TokenizerFacts, record_from
 from ultrascale.data.preparing.verify import sample_of
 from ultrascale.data.reading.documents import Document, PartReader
-from ultrascale.data.reading.inputs import Part
+from ultrascale.data.reading.inputs import FilePart
 from ultrascale.data.tokenizer import LONG_TEXT, LongEncoder, encode_all, load_tokenizer
 from ultrascale.failpoints import failpoint
 
@@ -34,7 +34,7 @@ class ShardTask:
     one."""
 
     name: str
-    parts: tuple[Part, ...]
+    parts: tuple[FilePart, ...]
     folders: tuple[Path, ...]
     """Output folders; the second takes the validation documents."""
     tokenizer_path: Path
@@ -227,7 +227,7 @@ def _kept_record(task: ShardTask, place: int) -> ShardRecord | None:
     return record if same else None
 
 
-def _expect_unchanged(parts: tuple[Part, ...]) -> None:
+def _expect_unchanged(parts: tuple[FilePart, ...]) -> None:
     for part in parts:
         now: Any = part.file.path.stat()
         if (now.st_size, now.st_mtime_ns) != (part.file.size, part.file.mtime_ns):

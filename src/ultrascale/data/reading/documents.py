@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 
 from ultrascale.data.files import DataError, writing
 from ultrascale.data.reading.compressed import damage, import_extra, open_bytes
-from ultrascale.data.reading.inputs import InputFile, Part
+from ultrascale.data.reading.inputs import FilePart, InputFile
 from ultrascale.data.reading.judged import (
     REPAIR,
     Document,
@@ -53,7 +53,7 @@ class PartReader:
     `spool`: a folder with space for one long line.
     """
 
-    part: Part
+    part: FilePart
     field: str
     spool: Path
     line_numbers: bool = False

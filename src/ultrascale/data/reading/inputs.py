@@ -60,7 +60,7 @@ class InputFile:
 
 
 @dataclass(frozen=True)
-class Part:
+class FilePart:
     """A range of a file: bytes for JSONL, row groups for Parquet, otherwise all of it."""
 
     file: InputFile
@@ -103,12 +103,12 @@ def find_files(
     return files
 
 
-def cut_shards(files: list[InputFile], shard_bytes: int | None = None) -> list[tuple[Part, ...]]:
+def cut_shards(files: list[InputFile], shard_bytes: int | None = None) -> list[tuple[FilePart, ...]]:
     """The parts of each shard, in order. `shard_bytes`: input of one shard; None: by the rule at the top of this file."""
     total = sum(file.size for file in files)
     size = shard_bytes or min(max(total // USUAL_NUM_SHARDS, SMALLEST_SHARD), LARGEST_SHARD)
-    shards: list[tuple[Part, ...]] = []
-    parts: list[Part] = []
+    shards: list[tuple[FilePart, ...]] = []
+    parts: list[FilePart] = []
     for file in files:
         for part in _cut_file(file, size):
             if parts and sum(p.weight_bytes for p in parts) + part.weight_bytes > size:
@@ -118,19 +118,19 @@ def cut_shards(files: list[InputFile], shard_bytes: int | None = None) -> list[t
     return [*shards, tuple(parts)]
 
 
-def _cut_file(file: InputFile, size: int) -> Iterator[Part]:
+def _cut_file(file: InputFile, size: int) -> Iterator[FilePart]:
     if file.kind == "parquet":
         yield from _cut_row_groups(file, size)
     elif file.kind == "jsonl" and not file.compression:
         count = max(1, -(-file.size // size))
         edges = [file.size * k // count for k in range(count + 1)]
         for start, end in pairwise(edges):
-            yield Part(file, start, end, end - start)
+            yield FilePart(file, start, end, end - start)
     else:
-        yield Part(file, 0, file.size, file.size)
+        yield FilePart(file, 0, file.size, file.size)
 
 
-def _cut_row_groups(file: InputFile, size: int) -> Iterator[Part]:
+def _cut_row_groups(file: InputFile, size: int) -> Iterator[FilePart]:
     """Consecutive row groups, together up to `size` bytes on disk."""
     parquet = import_extra("pyarrow.parquet")
     try:
@@ -142,10 +142,10 @@ def _cut_row_groups(file: InputFile, size: int) -> Iterator[Part]:
     start, weight = 0, 0
     for index, group_weight in enumerate(weights):
         if index > start and weight + group_weight > size:
-            yield Part(file, start, index, weight)
+            yield FilePart(file, start, index, weight)
             start, weight = index, 0
         weight += group_weight
-    yield Part(file, start, len(weights), weight)
+    yield FilePart(file, start, len(weights), weight)
 
 
 def _without_sides(files: list[InputFile]) -> Iterator[InputFile]:

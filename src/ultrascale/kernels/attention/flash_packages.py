@@ -49,7 +49,7 @@ def not_importable(core: str) -> str:
     return "" if has_it else f"{MODULES[core]} is of a version that is not known here"
 
 
-class Setting(NamedTuple):
+class FlashSetting(NamedTuple):
     """Settings of both operations. `ends` [documents + 1] int32, with no document longer than `length`; `window`:
     0 for none; `core`: a key of `MODULES`."""
 
@@ -68,16 +68,16 @@ class Setting(NamedTuple):
 
 @custom_op("ultrascale::flash_forward", mutates_args=(), schema=f"({_ARGUMENTS}, {_SETTING}) -> (Tensor, Tensor)")
 def flash_forward(query: Tensor, key: Tensor, value: Tensor, *setting: Any) -> tuple[Tensor, Tensor]:
-    """(out, lse) as described above, with the fields of a `Setting`. The three tensors are contiguous and have one head
+    """(out, lse) as described above, with the fields of a `FlashSetting`. The three tensors are contiguous and have one head
     width."""
-    chosen = Setting(*setting)
+    chosen = FlashSetting(*setting)
     out, lse = _FORWARD[chosen.core](query, key, value, chosen)
     return out, lse.contiguous()
 
 
 @flash_forward.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, *setting: Any) -> tuple[Tensor, Tensor]:
-    packed = Setting(*setting).ends is not None
+    packed = FlashSetting(*setting).ends is not None
     rows = query.shape[:1] if packed else query.shape[:2]
     lse = query.new_empty((query.shape[-2], *rows), dtype=torch.float32)
     return torch.empty_like(query), lse if packed else lse.transpose(0, 1).contiguous()
@@ -91,7 +91,7 @@ def flash_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, *setting: Any
 ) -> Gradients:
     """Gradients of queries, keys and values; the same bits every time under torch's deterministic mode."""
-    chosen = Setting(*setting)
+    chosen = FlashSetting(*setting)
     steady = torch.are_deterministic_algorithms_enabled()
     return _BACKWARD[chosen.core]((grad, query, key, value, out, lse), chosen, steady)
 
@@ -109,7 +109,7 @@ def _room(tensors: Sequence[Tensor]) -> Gradients:
 FORWARD = torch.ops.ultrascale.flash_forward.default
 
 
-def _forward_2(query: Tensor, key: Tensor, value: Tensor, setting: Setting) -> tuple[Tensor, Tensor]:
+def _forward_2(query: Tensor, key: Tensor, value: Tensor, setting: FlashSetting) -> tuple[Tensor, Tensor]:
     module, (left, right) = import_module(MODULES["flash-2"]), setting.sides
     options: dict[str, Any] = {
         "window_size_left": left, "window_size_right": right, "softcap": 0.0, "alibi_slopes": None, "return_softmax": False,
@@ -124,7 +124,7 @@ def _forward_2(query: Tensor, key: Tensor, value: Tensor, setting: Setting) -> t
     return outputs[0], outputs[1]
 
 
-def _backward_2(tensors: Sequence[Tensor], setting: Setting, steady: bool) -> Gradients:
+def _backward_2(tensors: Sequence[Tensor], setting: FlashSetting, steady: bool) -> Gradients:
     module, (left, right), grads = import_module(MODULES["flash-2"]), setting.sides, _room(tensors)
     ends, length, causal, _, scale, _ = setting
     options = (0.0, scale, causal, left, right, 0.0, None, steady)  # no dropout; no soft cap; no slopes
@@ -135,19 +135,19 @@ def _backward_2(tensors: Sequence[Tensor], setting: Setting, steady: bool) -> Gr
     return grads
 
 
-def _forward_3(query: Tensor, key: Tensor, value: Tensor, setting: Setting) -> tuple[Tensor, Tensor]:
+def _forward_3(query: Tensor, key: Tensor, value: Tensor, setting: FlashSetting) -> tuple[Tensor, Tensor]:
     # num_splits = 1: the heuristic would sum parts in an order that depends on the shape.
     out, lse, *_ = torch.ops.flash_attn_3.fwd(query, key, value, **_setting_3(setting), num_splits=1)
     return out, lse
 
 
-def _backward_3(tensors: Sequence[Tensor], setting: Setting, steady: bool) -> Gradients:
+def _backward_3(tensors: Sequence[Tensor], setting: FlashSetting, steady: bool) -> Gradients:
     grads = _room(tensors)
     torch.ops.flash_attn_3.bwd(*tensors, *grads, **_setting_3(setting), deterministic=steady)
     return grads
 
 
-def _setting_3(setting: Setting) -> dict[str, Any]:
+def _setting_3(setting: FlashSetting) -> dict[str, Any]:
     ends, length, causal, _, scale, _ = setting
     left, right = setting.sides
     of_documents = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": length, "max_seqlen_k": length}
@@ -157,20 +157,20 @@ def _setting_3(setting: Setting) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _forward_4(query: Tensor, key: Tensor, value: Tensor, setting: Setting) -> tuple[Tensor, Tensor]:
+def _forward_4(query: Tensor, key: Tensor, value: Tensor, setting: FlashSetting) -> tuple[Tensor, Tensor]:
     forward = import_module(MODULES["flash-4"])._flash_attn_fwd
     outputs = forward(query, key, value, **_setting_4(forward, setting), return_lse=True)
     return outputs[0], outputs[1]
 
 
-def _backward_4(tensors: Sequence[Tensor], setting: Setting, steady: bool) -> Gradients:
+def _backward_4(tensors: Sequence[Tensor], setting: FlashSetting, steady: bool) -> Gradients:
     grad, query, key, value, out, lse = tensors
     backward = import_module(MODULES["flash-4"])._flash_attn_bwd
     made = backward(query, key, value, out, grad, lse, **_setting_4(backward, setting), deterministic=steady)
     return made[0], made[1], made[2]
 
 
-def _setting_4(function: Callable[..., Any], setting: Setting) -> dict[str, Any]:
+def _setting_4(function: Callable[..., Any], setting: FlashSetting) -> dict[str, Any]:
     """Keyword arguments of FlashAttention 4: None for no window; the longest document only for versions that take it."""
     options: dict[str, Any] = {"softmax_scale": setting.scale, "causal": setting.causal}
     if setting.window:

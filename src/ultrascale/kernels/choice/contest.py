@@ -38,7 +38,7 @@ LIMIT_OF_16_BITS = 3e-2
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ContestResult:
     """Result of a contest."""
 
     what: str
@@ -104,7 +104,7 @@ def weighted_sum(parts: Sequence[tuple[float, Outcomes]]) -> Outcomes:
     return total
 
 
-def decide(what: str, of_ranks: Sequence[Outcomes]) -> Verdict:
+def decide(what: str, of_ranks: Sequence[Outcomes]) -> ContestResult:
     """Verdict from all ranks' outcomes, the same on each of them. Raises RuntimeError if no form ran everywhere."""
     seconds: dict[str, float] = {}
     refused: dict[str, str] = {}
@@ -119,7 +119,7 @@ def decide(what: str, of_ranks: Sequence[Outcomes]) -> Verdict:
         raise RuntimeError(f"{what}: no kernel runs here: " + "; ".join(f"{name}: {why}" for name, why in refused.items()))
     limit = min(seconds.values()) * (1 + CLOSE)
     chosen = next(name for name, value in seconds.items() if value <= limit)
-    return Verdict(what, chosen, "the only one that can" if len(seconds) == 1 else "", seconds, refused)
+    return ContestResult(what, chosen, "the only one that can" if len(seconds) == 1 else "", seconds, refused)
 
 
 def distance(results: Sequence[Tensor], expected: Sequence[Tensor] | None) -> str | None:

@@ -23,7 +23,7 @@ from ultrascale.kernels.choice.wide import at_least_fp32
 from ultrascale.kernels.grouped_matmul import grouped_linear
 from ultrascale.kernels.loss.cross_entropy import linear_cross_entropy
 from ultrascale.kernels.norm import add_rms_norm, rms_norm
-from ultrascale.kernels.optimizers.narrow_moments import Box, Kind, Moments, Update, empty_moments, update_
+from ultrascale.kernels.optimizers.narrow_moments import Kind, Moments, Update, WeightBox, empty_moments, update_
 from ultrascale.kernels.rotary import rotate
 from ultrascale.kernels.swiglu import clamped_swiglu, swiglu
 
@@ -172,7 +172,7 @@ def _experts(model: Model, shape: FusedShape, draw: _Draw) -> Case:
 def _update(kind: Kind, model: Model, shape: FusedShape, draw: _Draw) -> Case:
     """Second update of a matrix, on copies of its moments, so that every pass does the same."""
     size = draw.rows(shape.inner, shape.hidden), shape.hidden
-    box, weights, gradients = Box((0, 0), size, size), draw(*size), draw(*size)
+    box, weights, gradients = WeightBox((0, 0), size, size), draw(*size), draw(*size)
     begun = empty_moments(box, kind, weights)
     how = Update(1e-3, 0.1, 0.9, 0.95, 1e-8, count=1, keys=(1, 2))
     update_(weights, gradients, Moments(begun, box), how)

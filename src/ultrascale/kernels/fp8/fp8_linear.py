@@ -169,7 +169,7 @@ def fp8_linear(
     the weights already in fp8; of `weights` only the shapes are read then."""
     places, scales, largest = delayed
     values = [matrix.values for matrix in gathered] + [matrix.scale for matrix in gathered]
-    return _Linear.apply(  # pyright: ignore[reportReturnType]
+    return _Fp8Linear.apply(  # pyright: ignore[reportReturnType]
         hidden, scaling, wires, len(weights), len(biases), places, scales, largest, *weights, *biases, *values
     )
 
@@ -184,7 +184,7 @@ def sum_of_products(along: Sequence[Narrow], matrices: Sequence[Narrow], dtype: 
     return total
 
 
-class _Linear(torch.autograd.Function):
+class _Fp8Linear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, scaling: Scaling, wires: Wires, count: int, num_biases: int,

@@ -45,7 +45,7 @@ Kind = Literal["bf16", "8bit"]
 FUSED: dict[torch.dtype, Kernel] = {torch.bfloat16: "adamw-bf16", torch.uint8: "adamw-8bit"}
 
 
-class Box(NamedTuple):
+class WeightBox(NamedTuple):
     """Box of a weight that this rank holds."""
 
     offsets: tuple[int, ...]
@@ -92,7 +92,7 @@ def _update_rows(weights: Tensor, gradients: Tensor, store: Moments, part: slice
 class Moments:
     """Both moments of this rank's part of a parameter, as rows: all dimensions but the last are flattened."""
 
-    def __init__(self, state: dict[str, Tensor], *boxes: Box, widest: ReduceScales = identity):
+    def __init__(self, state: dict[str, Tensor], *boxes: WeightBox, widest: ReduceScales = identity):
         """`boxes`: stacked, they form the part; all have one width."""
         self.state, self.box, self.widest = state, boxes[0], widest
         self.columns = self.box.shape[-1]
@@ -152,7 +152,7 @@ class Moments:
             self.write(moment, part, rows_of(values)[part].to(self.state[moment].device), None)
 
 
-def empty_moments(box: Box, kind: Kind, like: Tensor) -> dict[str, Tensor]:
+def empty_moments(box: WeightBox, kind: Kind, like: Tensor) -> dict[str, Tensor]:
     """Zero moments of `box`, on the device of `like`; for vectors in its dtype."""
     if len(box.whole) == 1:
         return {moment: torch.zeros(box.shape, dtype=like.dtype, device=like.device) for moment in (FIRST, SECOND)}
@@ -178,7 +178,7 @@ def rows_of(tensor: Tensor) -> Tensor:
 def round_trip(values: Tensor, kind: Kind, moment: str, key: int) -> Tensor:
     """Values read back after storing a whole moment."""
     shape = tuple(values.shape)
-    box = Box((0,) * len(shape), shape, shape)
+    box = WeightBox((0,) * len(shape), shape, shape)
     store = Moments(empty_moments(box, kind, values), box)
     for part in store.chunks():
         store.write(moment, part, rows_of(values)[part], key)

@@ -50,7 +50,7 @@ class Segment(NamedTuple):
     """Active ranges, outermost first."""
 
 
-class Piece(NamedTuple):
+class SpanPiece(NamedTuple):
     """A time interval of one category."""
 
     start: float
@@ -92,7 +92,7 @@ def innermost(ranges: Iterable[TimeSpan]) -> list[Segment]:
     return leaf_segments
 
 
-def partition(window: tuple[float, float], layers: Sequence[Iterable[Piece]], *, rest: str) -> list[Piece]:
+def partition(window: tuple[float, float], layers: Sequence[Iterable[SpanPiece]], *, rest: str) -> list[SpanPiece]:
     """Partition of `window`, ascending: at each moment the first of `layers` that is busy, or `rest`. Merges equal neighbours.
 
     Within a layer, earlier pieces take precedence.
@@ -106,7 +106,7 @@ def partition(window: tuple[float, float], layers: Sequence[Iterable[Piece]], *,
                 events += [(start, 1, (depth, number), piece.category), (end, 0, (depth, number), piece.category)]
     events.sort(key=lambda event: event[:3])
     active: dict[tuple[int, int], str] = {}
-    pieces: list[Piece] = []
+    pieces: list[SpanPiece] = []
     now = first
     for when, begins, key, category in events:
         _join(pieces, now, when, active[min(active)] if active else rest)
@@ -119,7 +119,7 @@ def partition(window: tuple[float, float], layers: Sequence[Iterable[Piece]], *,
     return pieces
 
 
-def sums(pieces: Iterable[Piece]) -> dict[str, float]:
+def sums(pieces: Iterable[SpanPiece]) -> dict[str, float]:
     """Seconds of each category."""
     total: defaultdict[str, float] = defaultdict(float)
     for piece in pieces:
@@ -127,16 +127,16 @@ def sums(pieces: Iterable[Piece]) -> dict[str, float]:
     return dict(total)
 
 
-def clipped(pieces: Iterable[Piece], window: tuple[float, float]) -> Iterator[Piece]:
+def clipped(pieces: Iterable[SpanPiece], window: tuple[float, float]) -> Iterator[SpanPiece]:
     """The parts of `pieces` that lie in `window`."""
     first, last = window
     for piece in pieces:
         start, end = max(piece.start, first), min(piece.end, last)
         if start < end:
-            yield Piece(start, end, piece.category)
+            yield SpanPiece(start, end, piece.category)
 
 
-class Timeline:
+class ThreadTimeline:
     """Segments of a thread, for lookup by time."""
 
     def __init__(self, segments: Sequence[Segment]):
@@ -156,13 +156,13 @@ def _add(segments: list[Segment], start: float, end: float, stack: tuple[TimeSpa
         segments.append(Segment(start, end, stack))
 
 
-def _join(pieces: list[Piece], start: float, end: float, category: str) -> None:
+def _join(pieces: list[SpanPiece], start: float, end: float, category: str) -> None:
     if end <= start:
         return
     if pieces and pieces[-1].category == category and pieces[-1].end == start:
-        pieces[-1] = Piece(pieces[-1].start, end, category)
+        pieces[-1] = SpanPiece(pieces[-1].start, end, category)
     else:
-        pieces.append(Piece(start, end, category))
+        pieces.append(SpanPiece(start, end, category))
 
 
 MARK = "ultrascale: "

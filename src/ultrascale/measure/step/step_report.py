@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ultrascale.console import plain_table
 from ultrascale.measure.step.categories import ATTENTION, CATEGORIES, COMPUTE, EVERYBODY, HOST, PRODUCTS
-from ultrascale.measure.step.spans import Piece
+from ultrascale.measure.step.spans import SpanPiece
 from ultrascale.measure.step.waterfall import TopRow, Waterfall
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ def top_table(rows: Sequence[TopRow], num_steps: int) -> Table:
     return table
 
 
-def write_merged(path: Path, by_rank: Mapping[int, Sequence[Piece]], *, title: str) -> None:
+def write_merged(path: Path, by_rank: Mapping[int, Sequence[SpanPiece]], *, title: str) -> None:
     """Write a gzipped trace of all ranks' categories, one track per rank, for ui.perfetto.dev."""
     origin = min(pieces[0].start for pieces in by_rank.values())
     events: list[dict[str, Any]] = [{"ph": "M", "pid": 0, "name": "process_name", "args": {"name": title}}]

@@ -36,10 +36,10 @@ from ultrascale.measure.step.categories import (
 )
 from ultrascale.measure.step.spans import (
     Kernel,
-    Piece,
     RankEvents,
     Segment,
-    Timeline,
+    SpanPiece,
+    ThreadTimeline,
     TimeSpan,
     clipped,
     innermost,
@@ -54,7 +54,7 @@ class Waterfall:
 
     steps: tuple[dict[str, float], ...]
     """Seconds by category (`measure.step.categories.CATEGORIES`), for each step of the trace."""
-    pieces: tuple[Piece, ...]
+    pieces: tuple[SpanPiece, ...]
     """All pieces, ascending and without gaps, for the trace and the picture."""
     communication: dict[str, float]
     """Seconds of each axis's NCCL kernels over all steps, overlapped or not; empty on a CPU, whose traces show no messages."""
@@ -111,11 +111,11 @@ class _Host:
         self.events = events
         # Phases cross other ranges, and are looked up by time; all others nest.
         self.timelines = {
-            thread: Timeline(innermost([span for span in ranges if not span.name.startswith(PHASE)]))
+            thread: ThreadTimeline(innermost([span for span in ranges if not span.name.startswith(PHASE)]))
             for thread, ranges in events.ranges.items()
         }
         phases = [span for span in events.ranges[events.main_thread] if span.name.startswith(PHASE)]
-        self._phases = Timeline(innermost(phases))
+        self._phases = ThreadTimeline(innermost(phases))
         self.attention_links = frozenset(self._links_inside_core())
 
     def phase(self, when: float) -> str:
@@ -127,10 +127,10 @@ class _Host:
         """Ranges active on a thread at `when`, outermost first."""
         return self.timelines[thread].at(when) if thread in self.timelines else ()
 
-    def doing(self) -> Iterator[Piece]:
+    def doing(self) -> Iterator[SpanPiece]:
         """Categories of the main thread over time; gaps between its ranges are left out."""
         for segment in self.main_segments():
-            yield Piece(segment.start, segment.end, self.category(segment))
+            yield SpanPiece(segment.start, segment.end, self.category(segment))
 
     def main_segments(self) -> Iterator[Segment]:
         """Segments of the main thread, split at the borders of phases."""
@@ -151,7 +151,7 @@ class _Host:
                 yield from (span.link for span in inside if span.link is not None)
 
 
-def _on_device(busy: Sequence[Piece], host: _Host, window: tuple[float, float]) -> list[Piece]:
+def _on_device(busy: Sequence[SpanPiece], host: _Host, window: tuple[float, float]) -> list[SpanPiece]:
     layers = [[piece for piece in busy if piece.category == name] for name in (*COMPUTE, *AXES, EVERYBODY)]
     empty = "nothing runs"
     pieces = partition(window, layers, rest=empty)
@@ -160,9 +160,9 @@ def _on_device(busy: Sequence[Piece], host: _Host, window: tuple[float, float]) 
     return sorted([piece for piece in pieces if piece.category != empty] + list(_explained(gaps, host.events.kernels, waits)))
 
 
-def _busy(kernels: Iterable[Kernel], host: _Host) -> list[Piece]:
+def _busy(kernels: Iterable[Kernel], host: _Host) -> list[SpanPiece]:
     return [
-        Piece(
+        SpanPiece(
             kernel.start,
             kernel.end,
             kind_of_kernel(
@@ -173,7 +173,7 @@ def _busy(kernels: Iterable[Kernel], host: _Host) -> list[Piece]:
     ]
 
 
-def _explained(gaps: Sequence[Piece], kernels: Sequence[Kernel], waits: Sequence[Piece]) -> Iterator[Piece]:
+def _explained(gaps: Sequence[SpanPiece], kernels: Sequence[Kernel], waits: Sequence[SpanPiece]) -> Iterator[SpanPiece]:
     """Gaps of the device, categorised by the host's activity until it launched the kernel that ends each gap."""
     starts = [kernel.start for kernel in kernels]
     for gap in gaps:
@@ -182,10 +182,10 @@ def _explained(gaps: Sequence[Piece], kernels: Sequence[Kernel], waits: Sequence
         if launched > gap.start:
             yield from partition((gap.start, launched), [list(clipped(waits, (gap.start, launched)))], rest=HOST)
         if launched < gap.end:
-            yield Piece(launched, gap.end, IDLE)
+            yield SpanPiece(launched, gap.end, IDLE)
 
 
-def _communication(busy: Sequence[Piece], window: tuple[float, float]) -> dict[str, float]:
+def _communication(busy: Sequence[SpanPiece], window: tuple[float, float]) -> dict[str, float]:
     """Seconds in which at least one of an axis's NCCL kernels ran."""
     by_axis = {axis: [piece for piece in busy if piece.category == axis] for axis in (*AXES, EVERYBODY)}
     return {axis: sums(partition(window, [kernels], rest=""))[axis] for axis, kernels in by_axis.items() if kernels}

@@ -23,7 +23,7 @@ from ultrascale.description.architecture.huggingface import from_hf, to_hf
 from ultrascale.description.architecture.model import Model
 from ultrascale.description.problems import Problem, SpecError, mistake
 from ultrascale.models.files.folders import fill_folder
-from ultrascale.models.files.stored import Stored, stored_weights, weight_shapes
+from ultrascale.models.files.stored import StoredTensor, stored_weights, weight_shapes
 from ultrascale.models.files.tokenizer_files import TOKENIZER_FILE, copy_tokenizer, end_ids
 from ultrascale.models.files.weight_files import INDEX_FILE, WEIGHTS_FILE, is_exported, weight_files
 
@@ -117,7 +117,7 @@ def import_folder(path: str | Path) -> tuple[Model, dict[str, Tensor]]:
     return model, {name: state[name] for name in shapes}
 
 
-def _fill(state: dict[str, Tensor], stored: Stored, whole: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> None:
+def _fill(state: dict[str, Tensor], stored: StoredTensor, whole: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> None:
     for name, part in stored.split(whole, shapes):
         if stored.expert is None:
             state[name] = part.contiguous()
@@ -145,7 +145,7 @@ def _write_shards(
 ) -> None:
     table = stored_weights(model)
 
-    def tensor(stored: Stored) -> Tensor:
+    def tensor(stored: StoredTensor) -> Tensor:
         whole = stored.join(state).detach()
         # Copies are written as tensors of their own.
         return whole.to("cpu", whole.dtype if stored.keeps_dtype else dtype, copy=stored.is_copy).contiguous()
@@ -190,7 +190,7 @@ def _open_tensors(folder: Path, files: ExitStack) -> dict[str, Any]:
     return file_of
 
 
-def _match_names(stored_names: Any, table: Mapping[str, Stored], model: Model) -> dict[str, str]:
+def _match_names(stored_names: Any, table: Mapping[str, StoredTensor], model: Model) -> dict[str, str]:
     """Names of `table` by the names in the file: files of the bare model lack the prefix."""
     prefix = "transformer." if model.model_type == "gpt2" else "model."
     names = {}
@@ -202,7 +202,10 @@ def _match_names(stored_names: Any, table: Mapping[str, Stored], model: Model) -
 
 
 def _compare(
-    table: Mapping[str, Stored], shapes: Mapping[str, tuple[int, ...]], actual: Mapping[str, tuple[int, ...]], folder: Path
+    table: Mapping[str, StoredTensor],
+    shapes: Mapping[str, tuple[int, ...]],
+    actual: Mapping[str, tuple[int, ...]],
+    folder: Path,
 ) -> list[Problem]:
     where, remedy = str(folder), "Check that weights and config.json belong together."
     expected = {name: stored.shape(shapes) for name, stored in table.items()}
@@ -232,7 +235,9 @@ def _unreadable(file_of: Mapping[str, Any], names: Mapping[str, str], folder: Pa
     return problems
 
 
-def _check_copies(file_of: Mapping[str, Any], table: Mapping[str, Stored], state: Mapping[str, Tensor], folder: Path) -> None:
+def _check_copies(
+    file_of: Mapping[str, Any], table: Mapping[str, StoredTensor], state: Mapping[str, Tensor], folder: Path
+) -> None:
     """Check copies: files may repeat the embedding as a tied head, and both in prediction blocks; any other value there would
     be lost."""
     copies = {name: stored.names[0] for name, stored in table.items() if stored.is_copy}

@@ -29,7 +29,7 @@ _MIXTRAL_NAMES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """Contents of one tensor of a file: weights concatenated along dim 0, then possibly transposed."""
 
     names: tuple[str, ...]
@@ -71,40 +71,40 @@ def weight_shapes(model: Model) -> dict[str, tuple[int, ...]]:
     return {weight.name: weight.shape for weight in (*weights(model), *score_biases(model))}
 
 
-def stored_weights(model: Model) -> dict[str, Stored]:
+def stored_weights(model: Model) -> dict[str, StoredTensor]:
     """Every tensor of `model` by its Hugging Face name, with the weights of ours that it holds."""
-    table: dict[str, Stored] = {}
+    table: dict[str, StoredTensor] = {}
     for weight in weights(model):
         if model.model_type == "gpt2":
             name, transposed = _gpt2_name(weight.name), weight.part in ("attention", "mlp") and len(weight.shape) == 2
             earlier = table[name].names if name in table else ()
-            table[name] = Stored((*earlier, weight.name), transposed=transposed)
+            table[name] = StoredTensor((*earlier, weight.name), transposed=transposed)
         elif weight.is_expert:
             table |= _stored_experts(weight, model.model_type)
         else:
             prefix = "" if weight.part == "head" else "model."
-            table[prefix + _renamed(weight.name, model.model_type)] = Stored((weight.name,))
+            table[prefix + _renamed(weight.name, model.model_type)] = StoredTensor((weight.name,))
     for bias in score_biases(model):
-        table["model." + _renamed(bias.name, model.model_type)] = Stored((bias.name,), keeps_dtype=True)
+        table["model." + _renamed(bias.name, model.model_type)] = StoredTensor((bias.name,), keeps_dtype=True)
     head = "embed_tokens.weight" if model.tie_word_embeddings else "lm_head.weight"
     for layer in range(model.num_hidden_layers, model.num_hidden_layers + model.num_nextn_predict_layers):
-        table[f"model.layers.{layer}.embed_tokens.weight"] = Stored(("embed_tokens.weight",), is_copy=True)
-        table[f"model.layers.{layer}.shared_head.head.weight"] = Stored((head,), is_copy=True)
+        table[f"model.layers.{layer}.embed_tokens.weight"] = StoredTensor(("embed_tokens.weight",), is_copy=True)
+        table[f"model.layers.{layer}.shared_head.head.weight"] = StoredTensor((head,), is_copy=True)
     return table
 
 
-def _stored_experts(weight: Weight, model_type: str) -> dict[str, Stored]:
+def _stored_experts(weight: Weight, model_type: str) -> dict[str, StoredTensor]:
     block, projection, kind = weight.name.rsplit(".", 2)
     if model_type == "gpt_oss":
         suffix, transposed = ("_bias", False) if kind == "bias" else ("", True)
         if projection == "down_proj":
-            return {f"model.{block}.down_proj{suffix}": Stored((weight.name,), transposed=transposed)}
+            return {f"model.{block}.down_proj{suffix}": StoredTensor((weight.name,), transposed=transposed)}
         names = (f"{block}.gate_proj.{kind}", f"{block}.up_proj.{kind}")
-        return {f"model.{block}.gate_up_proj{suffix}": Stored(names, transposed=transposed, interleaved=True)}
+        return {f"model.{block}.gate_up_proj{suffix}": StoredTensor(names, transposed=transposed, interleaved=True)}
     if model_type == "mixtral":
         block, projection = block.replace(".mlp.", ".block_sparse_moe."), _MIXTRAL_NAMES[projection]
     return {
-        f"model.{block}.{expert}.{projection}.{kind}": Stored((weight.name,), expert=expert)
+        f"model.{block}.{expert}.{projection}.{kind}": StoredTensor((weight.name,), expert=expert)
         for expert in range(weight.shape[0])
     }
 

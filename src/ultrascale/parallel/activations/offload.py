@@ -66,7 +66,7 @@ class Saved:
     """Number of saved references that have not been read yet."""
 
 
-class View(NamedTuple):
+class OffloadHandle(NamedTuple):
     """Handle that autograd holds in place of a tensor."""
 
     saved: Saved
@@ -118,7 +118,7 @@ class ActivationOffload:
         self._offload(offloaded)
         return output
 
-    def _pack(self, offloaded: BlockOffload, kept_keys: set[int], tensor: Tensor) -> Tensor | View:
+    def _pack(self, offloaded: BlockOffload, kept_keys: set[int], tensor: Tensor) -> Tensor | OffloadHandle:
         storage = tensor.untyped_storage()
         if storage.nbytes() < OFFLOAD_FROM_BYTES or storage_key(tensor) in kept_keys or _is_parameter(tensor):
             return tensor
@@ -128,7 +128,7 @@ class ActivationOffload:
             offloaded.saved[key] = Saved(whole)
         saved = offloaded.saved[key]
         saved.uses += 1
-        return View(saved, offloaded, tensor.size(), tensor.stride(), tensor.storage_offset())
+        return OffloadHandle(saved, offloaded, tensor.size(), tensor.stride(), tensor.storage_offset())
 
     def _offload(self, offloaded: BlockOffload) -> None:
         """Start the copy to the host, and free the device copies of all but the last `OFFLOAD_RESIDENT` - 1 blocks."""
@@ -149,7 +149,7 @@ class ActivationOffload:
             for saved in offloaded.saved.values():
                 saved.device_copy = None
 
-    def _unpack(self, view: Tensor | View) -> Tensor:
+    def _unpack(self, view: Tensor | OffloadHandle) -> Tensor:
         if isinstance(view, Tensor):
             return view
         saved, offloaded = view.saved, view.offloaded

@@ -24,7 +24,7 @@ from ultrascale.parallel.tensor.tensor_ops import gathered_sequence
 from ultrascale.work.sharding.places import even_part
 
 
-class Part(NamedTuple):
+class InputShard(NamedTuple):
     """This rank's shard of a block's input by positions, [B, S/tp, D]."""
 
     local: Tensor
@@ -39,13 +39,13 @@ def keep_local_part(
         return forward(hidden, *shared, **options)
     key = storage_key(hidden)
 
-    def pack(tensor: Tensor) -> Tensor | Part:
+    def pack(tensor: Tensor) -> Tensor | InputShard:
         if storage_key(tensor) != key:
             return tensor
         first, count = even_part(tensor.shape[1], group.size(), group.rank())
-        return Part(tensor.detach()[:, first : first + count].clone(), tensor.shape[1])
+        return InputShard(tensor.detach()[:, first : first + count].clone(), tensor.shape[1])
 
-    def unpack(saved: Tensor | Part) -> Tensor:
+    def unpack(saved: Tensor | InputShard) -> Tensor:
         return saved if isinstance(saved, Tensor) else gathered_sequence(saved.local, group.group_name, saved.length)
 
     with saved_tensors_hooks(pack, unpack):

@@ -1,6 +1,6 @@
 """Results that are freed after the forward pass, and recomputed when the backward pass first reads one of them.
 
-    forward     region(x) -> y      tensors saved inside, and y where an operation outside saves it, become empty `Cell`s
+    forward     region(x) -> y      tensors saved inside, and y where an operation outside saves it, become cells (`RegionCell`)
     backward    a cell is read      the region runs again from its saved inputs, and fills all its cells
                 a cell is freed     with the last operation that saved it
 
@@ -62,8 +62,8 @@ class _Pass:
     """One forward pass of a block: maps storages to cells."""
 
     def __init__(self) -> None:
-        self.region: Region | None = None
-        self._cells: dict[int, tuple[weakref.ref[Any], Cell]] = {}
+        self.region: RerunRegion | None = None
+        self._cells: dict[int, tuple[weakref.ref[Any], RegionCell]] = {}
 
     def run(self, forward: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
         """Run a region for the first time."""
@@ -71,14 +71,14 @@ class _Pass:
         handles = [
             (self._handle(value), value.requires_grad) if isinstance(value, Tensor) else (value, False) for value in inputs
         ]
-        self.region = region = Region(forward, handles, input_keys)
+        self.region = region = RerunRegion(forward, handles, input_keys)
         try:
             output = forward(*inputs)
         finally:
             self.region = None
         for place, value in enumerate(output if isinstance(output, tuple) else (output,)):
             if isinstance(value, Tensor) and storage_key(value) not in input_keys:
-                self._claim(value, Cell(region, place))
+                self._claim(value, RegionCell(region, place))
         return output
 
     def pack(self, tensor: Tensor) -> Any:
@@ -88,7 +88,7 @@ class _Pass:
             return self._handle(tensor)
         return region.inside()
 
-    def _claim(self, tensor: Tensor, cell: Cell) -> None:
+    def _claim(self, tensor: Tensor, cell: RegionCell) -> None:
         storage, key = tensor.untyped_storage(), storage_key(tensor)
         self._cells[key] = weakref.ref(storage, lambda _: self._cells.pop(key, None)), cell
 
@@ -100,10 +100,10 @@ class _Pass:
         return _View(entry[1], tensor.size(), tensor.stride(), tensor.storage_offset())
 
 
-class Cell:
+class RegionCell:
     """Result of a region: empty from the forward pass until it is first read."""
 
-    def __init__(self, region: Region, place: int | None):
+    def __init__(self, region: RerunRegion, place: int | None):
         self.region, self.value = region, None
         if place is not None:
             region.results.append((place, weakref.ref(self)))
@@ -121,7 +121,7 @@ class Cell:
 class _View:
     """A view of a result, as autograd saved it (transposed or flattened, for example)."""
 
-    def __init__(self, cell: Cell, *geometry: Any):
+    def __init__(self, cell: RegionCell, *geometry: Any):
         self.cell, self.geometry = cell, geometry
 
     def get(self) -> Tensor:
@@ -129,7 +129,7 @@ class _View:
 
 
 @dataclass(eq=False)
-class Region:
+class RerunRegion:
     """The inputs and the function needed to run a region again."""
 
     forward: Callable[..., Any]
@@ -137,13 +137,13 @@ class Region:
     """Pairs of an input and whether it needs a gradient."""
     input_keys: set[int]
     """Storages of the inputs."""
-    saves: list[weakref.ref[Cell]] = field(default_factory=list)
+    saves: list[weakref.ref[RegionCell]] = field(default_factory=list)
     """Cells in the order in which operations inside save tensors."""
-    results: list[tuple[int, weakref.ref[Cell]]] = field(default_factory=list)
+    results: list[tuple[int, weakref.ref[RegionCell]]] = field(default_factory=list)
 
-    def inside(self) -> Cell:
+    def inside(self) -> RegionCell:
         """Create a cell for a tensor that an operation inside the region saves."""
-        cell = Cell(self, None)
+        cell = RegionCell(self, None)
         self.saves.append(weakref.ref(cell))
         return cell
 

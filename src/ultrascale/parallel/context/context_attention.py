@@ -20,7 +20,7 @@ from torch import Tensor
 from ultrascale.kernels.attention.attention_with_lse import attend, attend_backward, join
 from ultrascale.kernels.choice.wide import wide_dtype
 from ultrascale.parallel.context.context_gather import GatheredKeys, ScatteredGradients
-from ultrascale.parallel.context.context_masks import Block, ContextMask, Slots
+from ultrascale.parallel.context.context_masks import ContextMask, KernelCall, Slots
 from ultrascale.parallel.context.context_ring import KeyValueBlock, Ring, RingGradients, RingKeys, pack, unpack
 
 
@@ -42,10 +42,10 @@ def ring_attention(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | No
     query [B, S/n, H, E], key [B, S/n, K, E], value [B, S/n, K, E'] of this rank's slots; sinks [H] or None. All ranks of the
     ring call it, and its backward pass, in the same order.
     """
-    return _Attention.apply(query, key, value, sinks, setting)  # pyright: ignore[reportReturnType]
+    return _ContextAttention.apply(query, key, value, sinks, setting)  # pyright: ignore[reportReturnType]
 
 
-class _Attention(torch.autograd.Function):
+class _ContextAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, setting: Setting) -> Tensor:
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))  # [B, H, S/n, E], [B, K, S/n, E] twice
@@ -105,7 +105,7 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, setting: Setting) -> tup
     return joined
 
 
-def _begin(query: Tensor, value: Tensor, out: Tensor, lse: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+def _begin(query: Tensor, value: Tensor, out: Tensor, lse: Tensor, block: KernelCall) -> tuple[Tensor, Tensor]:
     """Copy of the first part, since selective recomputation may hold the kernel's own result. In memory, positions precede
     heads, as in kernel results (padded heads too): the projection that follows reads this order without another copy."""
     (batch, heads, length, _), dtype = query.shape, wide_dtype(query)
@@ -172,7 +172,7 @@ def _keys(key: Tensor, value: Tensor, setting: Setting) -> GatheredKeys | RingKe
     return (GatheredKeys if setting.gathers else RingKeys)(key, value, setting.mask, setting.ring)
 
 
-def _block(query: Tensor, keys_values: KeyValueBlock | None, block: Block) -> tuple[Tensor, Tensor, Tensor]:
+def _block(query: Tensor, keys_values: KeyValueBlock | None, block: KernelCall) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values of a block."""
     assert keys_values is not None, "a block without keys"
     keys = slice(block.keys.start - keys_values.first, block.keys.stop - keys_values.first)
@@ -180,7 +180,7 @@ def _block(query: Tensor, keys_values: KeyValueBlock | None, block: Block) -> tu
     return query[sequences, :, block.queries], keys_values.key[sequences, :, keys], keys_values.value[sequences, :, keys]
 
 
-def _packed_over(slots: Slots, parts: list[tuple[Block, Tensor]], batch: int) -> Tensor | None:
+def _packed_over(slots: Slots, parts: list[tuple[KernelCall, Tensor]], batch: int) -> Tensor | None:
     """Packed gradients of all `slots` of all sequences, summed from the blocks' gradients."""
     if not parts:
         return None

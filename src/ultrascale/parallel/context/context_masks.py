@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ultrascale.kernels.attention.attention_with_lse import additive_mask
-from ultrascale.work.sharding.context_order import Pieces, View, hull, num_slots, ring_order, span, views
+from ultrascale.work.sharding.context_order import Pieces, VisiblePairs, hull, num_slots, ring_order, span, views
 
 Rows = tuple[tuple[Pieces, ...], ...]
 """Token order of each distinct sequence of the micro-batch: [row][place in the ring]."""
@@ -47,7 +47,7 @@ MOST_MASKED = 1 << 24
 
 
 @dataclass(frozen=True)
-class Block:
+class KernelCall:
     """Queries and keys of one kernel call."""
 
     queries: slice
@@ -64,7 +64,7 @@ class Block:
 class ContextMask:
     """The work of one rank of a ring, and the keys and values that each hop needs."""
 
-    hops: tuple[tuple[Block, ...], ...]
+    hops: tuple[tuple[KernelCall, ...], ...]
     """Blocks at each hop d, against the keys of place (own + d) % n."""
     lengths: tuple[int, ...]
     """Number of slots of each place."""
@@ -132,19 +132,19 @@ def context_mask(
             if not (view.is_full or is_causal):
                 chosen = document_ids if document_ids is None else document_ids[sequences]
                 mask = additive_mask(_visible(rows[sequences], place, source, view, chosen, window, device), dtype)
-            blocks.append(Block(slice(*view.queries), slice(*view.keys), mask, is_causal, sequences))
+            blocks.append(KernelCall(slice(*view.queries), slice(*view.keys), mask, is_causal, sequences))
         hops.append(tuple(blocks))
     return ContextMask(tuple(hops), tuple(num_slots(pieces) for pieces in rows[0]), _needs(rows, window))
 
 
-class _Part(NamedTuple):
+class _MaskPart(NamedTuple):
     sequences: slice
-    view: View
+    view: VisiblePairs
     is_causal: bool
 
 
 @lru_cache(maxsize=256)
-def _blocks(rows: Rows, place: int, source: int, window: int | None) -> tuple[_Part, ...]:
+def _blocks(rows: Rows, place: int, source: int, window: int | None) -> tuple[_MaskPart, ...]:
     """Blocks of the queries of `place` against the keys of `source`."""
     alone = [[*_of_documents(order, place, source, window, _sequence(rows, row))] for row, order in enumerate(rows)]
     if len(rows) == 1 and len({piece.document for pieces in rows[0] for piece in pieces}) == 1:
@@ -153,8 +153,8 @@ def _blocks(rows: Rows, place: int, source: int, window: int | None) -> tuple[_P
     if not hulls:
         return ()
     queries, keys = span([view.queries for view in hulls]), span([view.keys for view in hulls])
-    all_alike = len(hulls) == len(rows) and all(view == View(queries, keys, True) for view in hulls)
-    together = _Part(slice(None), View(queries, keys, all_alike), False)
+    all_alike = len(hulls) == len(rows) and all(view == VisiblePairs(queries, keys, True) for view in hulls)
+    together = _MaskPart(slice(None), VisiblePairs(queries, keys, all_alike), False)
     parts = tuple(part for parts in alone for part in parts)
     pairs = len(rows) * (queries[1] - queries[0]) * (keys[1] - keys[0])
     masked = len(parts) > 1 and pairs <= min(len(parts) * PAIRS_OF_A_CALL, MOST_MASKED)
@@ -165,16 +165,18 @@ def _sequence(rows: Rows, row: int) -> slice:
     return slice(None) if len(rows) == 1 else slice(row, row + 1)
 
 
-def _of_documents(order: tuple[Pieces, ...], place: int, source: int, window: int | None, sequences: slice) -> Iterator[_Part]:
+def _of_documents(
+    order: tuple[Pieces, ...], place: int, source: int, window: int | None, sequences: slice
+) -> Iterator[_MaskPart]:
     """Blocks of one sequence, document by document."""
     if place != source or window is not None:
-        yield from (_Part(sequences, view, False) for view in views(order[place], order[source], window))
+        yield from (_MaskPart(sequences, view, False) for view in views(order[place], order[source], window))
         return
     slot = 0
     for _, pieces in groupby(order[place], key=lambda piece: piece.document):  # its slots are in the order of its positions
         slots = (slot, slot + num_slots(tuple(pieces)))
         slot = slots[1]
-        yield _Part(sequences, View(slots, slots, False), True)
+        yield _MaskPart(sequences, VisiblePairs(slots, slots, False), True)
 
 
 @lru_cache(maxsize=64)
@@ -217,7 +219,7 @@ def _visible(
     rows: Rows,
     place: int,
     source: int,
-    view: View,
+    view: VisiblePairs,
     document_ids: Tensor | None,
     window: int | None,
     device: torch.device,

@@ -43,7 +43,7 @@ class DirectAllGather(Room, AllGather):
         """Fill `output_tensor`, n parts in rank order. `input_tensor` is this rank's part, already in its place there."""
         parts = output_tensor.chunk(group.size())
         assert parts[group.rank()].data_ptr() == input_tensor.data_ptr(), "FSDP2 no longer copies its part into place"
-        exchange = Exchange([input_tensor] * len(parts), list(parts), group, Tag.PARAMETERS)
+        exchange = PendingExchange([input_tensor] * len(parts), list(parts), group, Tag.PARAMETERS)
         if async_op:
             return exchange
         exchange.wait()
@@ -65,7 +65,7 @@ class DirectReduceScatter(Room, ReduceScatter):
         sent, this_rank = list(input_tensor.chunk(group.size())), group.rank()
         buffer = input_tensor.new_empty(group.size() - 1, len(output_tensor))
         received = [*buffer[:this_rank], sent[this_rank], *buffer[this_rank:]]
-        Exchange(sent, received, group, Tag.GRADIENTS).wait()
+        PendingExchange(sent, received, group, Tag.GRADIENTS).wait()
         torch.add(received[0], received[1], out=output_tensor)
         for part in received[2:]:
             output_tensor += part
@@ -91,7 +91,7 @@ class NothingToScatter(ReduceScatter):
         raise AssertionError("one rank has nobody to scatter to")
 
 
-class Exchange(dist.Work):
+class PendingExchange(dist.Work):
     """Messages in flight between this rank and every other of a group: `sent[rank]` to it, `received[rank]` from it."""
 
     def __init__(self, sent: list[torch.Tensor], received: list[torch.Tensor], group: dist.ProcessGroup, tag: Tag):

@@ -32,7 +32,7 @@ class GatheredMatrices:
 
     def __init__(self, share: Share, shards: Sequence[LocalParameter]):
         planned = exchanges([shard.weight for shard in shards], share.layout, share.mesh.rank)
-        self._stages = [_Stage(exchange, _group(share, shards, exchange)) for exchange in planned]
+        self._stages = [_ExchangeStage(exchange, _group(share, shards, exchange)) for exchange in planned]
 
     def apply(self, parts: Sequence[Tensor], work: Callable[[Tensor], Tensor]) -> list[Tensor]:
         """Apply `work` to each whole matrix (experts: to [X, m, n] of the local experts). `parts` are this rank's shards, in
@@ -46,7 +46,7 @@ class GatheredMatrices:
         return [tensors[number] for number in range(len(parts))]
 
 
-class _Stage:
+class _ExchangeStage:
     """One exchange and its reverse. Tensors it does not know pass through unchanged."""
 
     def __init__(self, exchange: Exchange, group: dist.ProcessGroup):

@@ -38,7 +38,7 @@ Experts = Callable[[Tensor, Tensor], Tensor]
 D]."""
 
 
-class Dispatch:
+class ExpertDispatch:
     """The `dispatch` of an MoE layer under expert parallelism. A group of None stands for a single rank."""
 
     def __init__(

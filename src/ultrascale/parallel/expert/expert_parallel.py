@@ -25,7 +25,7 @@ from ultrascale.description.architecture.weights import weights
 from ultrascale.description.layout import Layout
 from ultrascale.models.decoder import Decoder
 from ultrascale.models.experts import Experts, GroupedLinear, moe_layers
-from ultrascale.parallel.expert.expert_dispatch import Dispatch
+from ultrascale.parallel.expert.expert_dispatch import ExpertDispatch
 from ultrascale.parallel.expert.expert_sequences import WholeSequences, apply_whole_sequences
 from ultrascale.parallel.groups import Groups
 from ultrascale.parallel.lost import waiting
@@ -47,7 +47,7 @@ def apply_expert_parallel(decoder: Decoder, layout: Layout, mesh: Groups) -> Non
     for _, layer in moe_layers(decoder):
         layer.router.sum_counts = sums
         if any(group is not None for group in groups.values()):
-            layer.dispatch = Dispatch(spec.num_experts, **groups)
+            layer.dispatch = ExpertDispatch(spec.num_experts, **groups)
     if spec.expert_capacity_factor is not None and (split_tokens or mesh.group("cp")):
         apply_whole_sequences(decoder, WholeSequences(layout, cp=mesh.group("cp"), tp=split_tokens))
 

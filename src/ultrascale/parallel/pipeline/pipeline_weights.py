@@ -113,10 +113,10 @@ def _make_gradient(weight: Tensor, grad_output: Factor, input_factor: Factor, mu
 def _linear(module: nn.Linear, gradients: WeightGradients, hidden: Tensor) -> Tensor:
     if torch.compiler.is_compiling():
         return F.linear(hidden, module.weight, module.bias)
-    return _Linear.apply(hidden, module.weight, module.bias, gradients)  # pyright: ignore[reportReturnType]
+    return _DeferredLinear.apply(hidden, module.weight, module.bias, gradients)  # pyright: ignore[reportReturnType]
 
 
-class _Linear(torch.autograd.Function):
+class _DeferredLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, gradients: WeightGradients) -> Tensor:
         ctx.save_for_backward(hidden)

@@ -36,7 +36,7 @@ from ultrascale.models.experts import GroupedLinear
 from ultrascale.parallel.data.data_parallel import sharded_modules
 from ultrascale.parallel.lost import waiting
 from ultrascale.parallel.mesh import Mesh
-from ultrascale.parallel.precision.fp8_history import Product, product_of
+from ultrascale.parallel.precision.fp8_history import ProjectionHistory, product_of
 from ultrascale.torch_private import Hook, fsdp_shard, gather_through, pad_shards, shape_only
 from ultrascale.work.fp8_slots import gathers_fp8, weights_gathered_in_fp8
 from ultrascale.work.sharding.places import row_boxes
@@ -51,7 +51,7 @@ class GatheredWeight:
 
     def __init__(
         self, weight: nn.Parameter, shape: tuple[int, ...], shards: DeviceMesh, scaling: Scaling, dtype: torch.dtype,
-        product: Product | None,
+        product: ProjectionHistory | None,
     ):  # fmt: skip
         """`weight`: sharded and padded by FSDP2 over `shards`. `shape`: the shape that products read. `dtype`: of forward and
         backward passes. `product`: its slots under delayed scaling, else None."""
@@ -123,7 +123,7 @@ class GatheredWeight:
         return shape_only(dtype, self.values.device), ()
 
 
-class ScaleTable:
+class GatheredScales:
     """Scales of all weights that are sharded over one group of ranks, in one tensor."""
 
     def __init__(
@@ -169,7 +169,7 @@ class ScaleTable:
 class GatheredWeights:
     """All weights of a rank that are all-gathered in fp8."""
 
-    def __init__(self, tables: list[ScaleTable]):
+    def __init__(self, tables: list[GatheredScales]):
         self.tables = tables
         self.forget()
 
@@ -224,7 +224,7 @@ def gather_in_fp8(
     is_shared = weights_gathered_in_fp8(model, layout)
     pairs = [pair for stage in stages.values() for pair in _products(model, stage, is_shared)]
     hooks: dict[Tensor, tuple[Hook, Hook]] = {}
-    tables: list[ScaleTable] = []
+    tables: list[GatheredScales] = []
     for of_experts, shards, sharing in (
         (False, mesh.data, mesh.group("tp")),
         (True, mesh.expert_data or mesh.data, mesh.group("expert_tp")),
@@ -241,7 +241,7 @@ def gather_in_fp8(
             gathered.append(gathered_weight)
         if some:
             shared = sum(is_shared[weight.name] for weight, _ in some)
-            tables.append(ScaleTable(gathered, shards["dp_shard"].get_group(), shared, sharing))
+            tables.append(GatheredScales(gathered, shards["dp_shard"].get_group(), shared, sharing))
     for module in modules:
         gather_through(module, hooks)
     weights = GatheredWeights(tables)

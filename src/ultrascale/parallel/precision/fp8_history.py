@@ -44,7 +44,7 @@ class BlockAmaxes:
         """True once a history exists."""
 
 
-class Product:
+class ProjectionHistory:
     """History slots of a projection, stored on it."""
 
     def __init__(self, amaxes: BlockAmaxes, slots: Slots, first_expert: int, num_experts: int):
@@ -65,17 +65,17 @@ def attach(block: nn.Module, model: Model, layer: int, layout: Layout, *, first_
     for name, slots in block_slots(model, layer).items():
         projection = block.get_submodule(name)
         num_local = len(projection.get_parameter("weight")) if slots.count > 1 else 1
-        vars(projection)[_SLOTS] = Product(amaxes, slots, first_expert if slots.count > 1 else 0, num_local)
+        vars(projection)[_SLOTS] = ProjectionHistory(amaxes, slots, first_expert if slots.count > 1 else 0, num_local)
 
 
-def product_of(projection: nn.Module) -> Product | None:
+def product_of(projection: nn.Module) -> ProjectionHistory | None:
     """History slots of a projection; None without delayed scaling."""
     return vars(projection).get(_SLOTS)
 
 
 def delayed_scales_of(projections: tuple[nn.Module, ...]) -> DelayedScales | None:
     """History slots that a call with `projections` reads and records; None without delayed scaling."""
-    products: list[Product] = [vars(projection)[_SLOTS] for projection in projections if _SLOTS in vars(projection)]
+    products: list[ProjectionHistory] = [vars(projection)[_SLOTS] for projection in projections if _SLOTS in vars(projection)]
     if not products:
         return None
     first = products[0]

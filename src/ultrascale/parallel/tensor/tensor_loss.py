@@ -62,10 +62,10 @@ def vocabulary_cross_entropy(
     rows = chunk_rows(targets.numel(), largest, kind_of(hidden))
     columns = slab_columns(targets.numel(), largest, hidden.itemsize, kind_of(hidden))
     fused = compiled and torch.is_grad_enabled() and (is_cuda(hidden) or hidden.dtype != wide_dtype(hidden))
-    return _Loss.apply(hidden, weight, targets, first, Chunk(rows, columns), tp, fused)  # pyright: ignore[reportReturnType]
+    return _Loss.apply(hidden, weight, targets, first, LogitsChunk(rows, columns), tp, fused)  # pyright: ignore[reportReturnType]
 
 
-class Chunk(NamedTuple):
+class LogitsChunk(NamedTuple):
     """Logits in memory at a time: those of so many rows, or, if given, so many columns of all rows."""
 
     rows: int
@@ -84,7 +84,14 @@ def _expect_inside(ids: Tensor, vocab_size: int, what: str) -> None:
 class _Loss(KeptGradients):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, first: int, chunk: Chunk, tp: TensorParallel, fused: bool
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        first: int,
+        chunk: LogitsChunk,
+        tp: TensorParallel,
+        fused: bool,
     ) -> Tensor:
         whole = all_gather_sequence(hidden, tp.length, tp.group)() if tp.length else hidden.contiguous()
         rows, targets, with_gradients = whole.flatten(0, 1), targets.flatten(), any(ctx.needs_input_grad)

@@ -204,7 +204,7 @@ class TensorParallel:
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / rms(x) * weight, where each rank has an equal part of the last dimension (or ranks hold identical copies)."""
-        return _RMSNorm.apply(self.group.group_name, self.group.size(), x, weight, eps)  # pyright: ignore
+        return _ShardedRMSNorm.apply(self.group.group_name, self.group.size(), x, weight, eps)  # pyright: ignore
 
     def sequence_shard(self, hidden: Tensor) -> Tensor:
         """This rank's shard of the positions of [B, S, ...]."""
@@ -261,7 +261,7 @@ def _gather_later(group: str, length: int) -> Callable[[Tensor], Tensor] | None:
     return partial(gathered_sequence, group=group, length=length) if length else None
 
 
-class _RMSNorm(torch.autograd.Function):
+class _ShardedRMSNorm(torch.autograd.Function):
     """RMSNorm of `kernels.norm` with two sums over ranks: of squares, and in the backward pass of the gradient's projection on
     the normed input. Saves x, the weight, and one number per row, as that one does."""
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ultrascale.kernels.choice.device_kind import is_cuda
-from ultrascale.parallel.data.collectives import Exchange
+from ultrascale.parallel.data.collectives import PendingExchange
 from ultrascale.parallel.lost import waiting
 from ultrascale.parallel.tags import Tag
 from ultrascale.work.sharding.places import even_part
@@ -57,7 +57,7 @@ def all_gather_sequence(part: Tensor, length: int, group: dist.ProcessGroup) -> 
     if has_collectives(part):
         pieces[this_rank] = torch.empty_like(part)
         return _then(lambda: torch.cat(pieces, dim=1), dist.all_gather(pieces, part, group=group, async_op=True), group)
-    work = Exchange([part] * len(pieces), pieces, group, Tag.SEQUENCE_PARTS)
+    work = PendingExchange([part] * len(pieces), pieces, group, Tag.SEQUENCE_PARTS)
     return _then(lambda: torch.cat(pieces, dim=1), work, group)
 
 
@@ -75,7 +75,7 @@ def reduce_scatter_sequence(whole: Tensor, group: dist.ProcessGroup) -> Finish:
         return _then(lambda: total, dist.reduce_scatter(total, sent, group=group, async_op=True), group)
     sent = [piece if rank == this_rank else piece.contiguous() for rank, piece in enumerate(pieces)]
     received = [pieces[this_rank] if rank == this_rank else _like(pieces[this_rank]) for rank in range(len(pieces))]
-    return _then(lambda: _add(received), Exchange(sent, received, group, Tag.SEQUENCE_SUMS), group)
+    return _then(lambda: _add(received), PendingExchange(sent, received, group, Tag.SEQUENCE_SUMS), group)
 
 
 def all_reduce(whole: Tensor, group: dist.ProcessGroup) -> Finish:
@@ -84,7 +84,7 @@ def all_reduce(whole: Tensor, group: dist.ProcessGroup) -> Finish:
     if has_collectives(whole) or group.size() > _PAIR:
         return _then(lambda: whole, dist.all_reduce(whole, group=group, async_op=True), group)
     received = [whole if rank == group.rank() else torch.empty_like(whole) for rank in range(_PAIR)]
-    return _then(lambda: _add(received), Exchange([whole] * _PAIR, received, group, Tag.SEQUENCE_SUMS), group)
+    return _then(lambda: _add(received), PendingExchange([whole] * _PAIR, received, group, Tag.SEQUENCE_SUMS), group)
 
 
 def sum_sequence(whole: Tensor, length: int, group: dist.ProcessGroup) -> Finish:
@@ -99,7 +99,9 @@ def all_gather_stacked(local: Tensor, group: dist.ProcessGroup) -> Tensor:
         work = dist.all_gather_into_tensor(together.flatten(0, 1), local.contiguous(), group=group, async_op=True)
         return _then(lambda: together, work, group)()
     pieces = [local if rank == group.rank() else torch.empty_like(local) for rank in range(group.size())]
-    return _then(lambda: torch.stack(pieces), Exchange([local] * len(pieces), pieces, group, Tag.SEQUENCE_PARTS), group)()
+    return _then(
+        lambda: torch.stack(pieces), PendingExchange([local] * len(pieces), pieces, group, Tag.SEQUENCE_PARTS), group
+    )()
 
 
 def has_collectives(tensor: Tensor) -> bool:

@@ -54,7 +54,7 @@ CPU_LAUNCH_SECONDS = 2e-5
 """PyTorch's dispatch and thread wake-up for a small operation on a CPU; assumed."""
 
 
-class Stream(NamedTuple):
+class ElementWise(NamedTuple):
     """Element-wise operations on one device."""
 
     launch_seconds: float
@@ -163,15 +163,15 @@ def attention_curve(accelerator: Accelerator, dtype: str, kernel: str, direction
 
 
 @cached_by_identity
-def stream(accelerator: Accelerator) -> Stream:
+def stream(accelerator: Accelerator) -> ElementWise:
     """Law of element-wise operations on a device: launch seconds and bytes per second."""
     if accelerator.name == "cpu":
-        return Stream(CPU_LAUNCH_SECONDS, _bandwidth(accelerator), _bandwidth(accelerator))
+        return ElementWise(CPU_LAUNCH_SECONDS, _bandwidth(accelerator), _bandwidth(accelerator))
     relative = relative_of(accelerator)
     rate = _bandwidth(accelerator) * STREAM_EFFICIENCY[relative]
     across = min(rate, COLUMNS_BYTES_PER_SECOND * _multiprocessors(accelerator, relative))
     # An empty kernel takes about as long as the smallest GEMM.
-    return Stream(MATMUL[relative, "bf16"].launch_seconds, rate, across)
+    return ElementWise(MATMUL[relative, "bf16"].launch_seconds, rate, across)
 
 
 def _peak(accelerator: Accelerator, dtype: str) -> float:

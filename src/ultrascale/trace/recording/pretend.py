@@ -44,10 +44,10 @@ _aten = torch.ops.aten
 
 
 @contextmanager
-def pretended_rank(rank: int, world: int, kind: Kind) -> Iterator[tuple[Ranks, Streams]]:
+def pretended_rank(rank: int, world: int, kind: Kind) -> Iterator[tuple[Ranks, PretendDevice]]:
     """Context in which this process acts as `rank` of `world` on a device of this `kind`. No process group may exist."""
     assert not dist.is_initialized(), "this process is a rank of a run already"
-    streams = Streams(kind)
+    streams = PretendDevice(kind)
     forget_meshes()
     with ExitStack() as undo:
         undo.callback(forget_meshes)
@@ -71,7 +71,7 @@ def forget_meshes() -> None:
         getattr(debug, name, lambda: None)()
 
 
-def _replacements(kind: Kind, streams: Streams) -> Iterator[tuple[Any, str, Any]]:
+def _replacements(kind: Kind, streams: PretendDevice) -> Iterator[tuple[Any, str, Any]]:
     fsdp = fsdp_modules()
     yield fsdp["_fully_shard"], "_get_device_from_mesh", lambda mesh: META
     for name in ("_fsdp_param_group", "_fsdp_state", "_fsdp_collectives"):
@@ -114,7 +114,7 @@ def _create_backend(common: Any, options: Any) -> FakeProcessGroup:
     return FakeProcessGroup._create_internal(common.group_rank, common.group_size, options)  # pyright: ignore[reportCallIssue]
 
 
-class Streams:
+class PretendDevice:
     """Stand-in for the parts of a device's module (`torch.cuda`, `torch.cpu`) that FSDP2 uses."""
 
     def __init__(self, kind: Kind):
@@ -130,8 +130,8 @@ class Streams:
         self.made += 1
         return Stream(name)
 
-    def Event(self, *unused: Any, **options: Any) -> Event:
-        return Event()
+    def Event(self, *unused: Any, **options: Any) -> CompletedEvent:
+        return CompletedEvent()
 
     def current_stream(self, *unused: Any) -> Stream:
         return self.current
@@ -146,10 +146,10 @@ class Streams:
             self.current = before
 
 
-class Event:
+class CompletedEvent:
     """An event that has already completed."""
 
-    def record(self, *unused: Any) -> Event:
+    def record(self, *unused: Any) -> CompletedEvent:
         return self
 
     def query(self) -> bool:
@@ -168,10 +168,10 @@ class Stream:
 
     def wait_stream(self, stream: Stream) -> None: ...
 
-    def wait_event(self, event: Event) -> None: ...
+    def wait_event(self, event: CompletedEvent) -> None: ...
 
-    def record_event(self, *unused: Any) -> Event:
-        return Event()
+    def record_event(self, *unused: Any) -> CompletedEvent:
+        return CompletedEvent()
 
 
 def _attention_on_cpu(
@@ -202,10 +202,10 @@ _attention_of: dict[Kind, Callable[..., Tensor]] = {"cpu": _attention_on_cpu, "c
 
 
 def _fused_rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    return _RMSNorm.apply(x, weight)  # pyright: ignore[reportReturnType]
+    return _PretendRMSNorm.apply(x, weight)  # pyright: ignore[reportReturnType]
 
 
-class _RMSNorm(torch.autograd.Function):
+class _PretendRMSNorm(torch.autograd.Function):
     """Stand-in for CUDA's fused RMSNorm, which saves the input, the weight and one number a row."""
 
     @staticmethod

@@ -20,7 +20,7 @@ Change = tuple[int, int, int]
 
 
 @dataclass(slots=True)
-class Block:
+class StorageRecord:
     """A storage."""
 
     category: str
@@ -78,7 +78,7 @@ class RankTrace:
     rank: int
     device: str
     """Target device, `cpu` or `cuda`, for which kernels were chosen."""
-    blocks: list[Block] = field(default_factory=list)
+    blocks: list[StorageRecord] = field(default_factory=list)
     changes: list[Change] = field(default_factory=list)
     moves: list[tuple[int, int, str]] = field(default_factory=list)
     """(tick, block, category before): a storage changed its category, as a gradient does when it is complete."""
@@ -120,7 +120,7 @@ class RankTrace:
         later = [mark.tick for mark in self.marks if mark.step > step and mark.phase != "between"]
         return min(starts, default=0), min(later, default=self.ticks + 1)
 
-    def alive_at(self, index: int) -> list[tuple[Block, int]]:
+    def alive_at(self, index: int) -> list[tuple[StorageRecord, int]]:
         """Storages live after a change, with their category at that time, and their bytes; the largest first."""
         sizes: Counter[int] = Counter()
         for _, number, change in self.changes[: index + 1]:
@@ -133,11 +133,11 @@ class RankTrace:
         blocks = [(self._as_it_was(number, categories), size) for number, size in sizes.items() if size]
         return sorted(blocks, key=lambda pair: -pair[1])
 
-    def _as_it_was(self, number: int, categories: dict[int, str]) -> Block:
+    def _as_it_was(self, number: int, categories: dict[int, str]) -> StorageRecord:
         block = self.blocks[number]
         if number not in categories:
             return block
-        return Block(categories[number], block.what, block.line, block.during, block.stream)
+        return StorageRecord(categories[number], block.what, block.line, block.during, block.stream)
 
     def by_category(self, index: int) -> dict[str, int]:
         """Live bytes of each category after a change."""

@@ -25,7 +25,7 @@ from ultrascale.measure.memory import LiveMemory, storage_of
 from ultrascale.parallel import all_to_all
 from ultrascale.parallel.activations import recompute
 from ultrascale.parallel.activations.host_memory import is_on_host
-from ultrascale.parallel.activations.regions import Region
+from ultrascale.parallel.activations.regions import RerunRegion
 from ultrascale.parallel.precision import fp8_wires
 from ultrascale.parallel.tensor import tensor_ops
 from ultrascale.torch_private import (
@@ -39,7 +39,7 @@ from ultrascale.torch_private import (
 from ultrascale.trace.groups import group_of
 from ultrascale.trace.recording.flops import FLOPS
 from ultrascale.trace.recording.recipes import from_recipe, key_of, recipe_of, tensors_in
-from ultrascale.trace.recording.record import Block, Mark, RankTrace, Sent
+from ultrascale.trace.recording.record import Mark, RankTrace, Sent, StorageRecord
 from ultrascale.trace.views.lines import line_of_code, line_of_ours, may_read
 
 AGAIN = ", again"
@@ -129,7 +129,7 @@ class Storages(LiveMemory):
         number = len(trace.blocks)
         what = self._names.get(key) or ("" if func is None else func._schema.name.rpartition("::")[2])
         during = f"{self._during} {self._block}".strip()
-        trace.blocks.append(Block(category, what, line_of_ours(sys._getframe()), during, self.stream_name()))
+        trace.blocks.append(StorageRecord(category, what, line_of_ours(sys._getframe()), during, self.stream_name()))
         self._numbers[key] = number
         self._references[key] = weakref.ref(storage, lambda _: self._forget(key))
         self._sizes[key] = 0
@@ -188,21 +188,21 @@ class Storages(LiveMemory):
             return checkpoint(either, *args, **options)
 
         self._replace(recompute, "checkpoint", watched)
-        begin, run_again = Region.__init__, Region.run_again
+        begin, run_again = RerunRegion.__init__, RerunRegion.run_again
 
-        def begun(region: Region, *args: Any) -> None:
+        def begun(region: RerunRegion, *args: Any) -> None:
             begin(region, *args)
             setattr(region, "block", self._block)  # noqa: B010
 
-        def again(region: Region) -> None:
+        def again(region: RerunRegion) -> None:
             before, self._block = self._block, f"{getattr(region, 'block')}{AGAIN}"  # noqa: B009
             try:
                 run_again(region)
             finally:
                 self._block = before
 
-        self._replace(Region, "__init__", begun)
-        self._replace(Region, "run_again", again)
+        self._replace(RerunRegion, "__init__", begun)
+        self._replace(RerunRegion, "run_again", again)
 
     def _watch_blocks(self) -> None:
         """Hook the model's blocks, so that storages are labelled with the block that made them."""

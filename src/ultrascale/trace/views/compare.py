@@ -41,7 +41,7 @@ class TrafficRow(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Comparison:
+class StepComparison:
     """All rows of one step."""
 
     memory: list[Row]
@@ -69,9 +69,9 @@ def _json(rows: list[Row]) -> list[dict[str, Any]]:
     return [row._asdict() | {"percent": row.percent} for row in rows]
 
 
-def compare(trace: RankTrace, planned: Planned | None, step: int = 1) -> Comparison:
+def compare(trace: RankTrace, planned: Planned | None, step: int = 1) -> StepComparison:
     """Compare a step of `trace` with the plan."""
-    return Comparison(
+    return StepComparison(
         _memory(trace, planned, step), _traffic(trace, planned, step), _flops(trace, planned, step), _islands(trace, planned)
     )
 

@@ -86,7 +86,7 @@ def edits(run: Run, cluster: Cluster, *, most: int = EDITS) -> list[Edit]:
 def _combinations(run: Run, priced: PlanCache, now: RunPlan) -> list[Edit]:
     """Fastest combination of two, else three changes that makes the run fit; else the combination that saves most."""
     tried: list[Edit] = []
-    chains: list[tuple[Change, ...]] = [(change,) for change in _changes(run.layout, run)]
+    chains: list[tuple[FlagChange, ...]] = [(change,) for change in _changes(run.layout, run)]
     for _ in range(2, MOST_TOGETHER + 1):
         chains = [
             (*chain, change)
@@ -100,7 +100,7 @@ def _combinations(run: Run, priced: PlanCache, now: RunPlan) -> list[Edit]:
     return _ranked(tried)[:1]
 
 
-def _most_saving(chains: list[tuple[Change, ...]], priced: PlanCache, now: RunPlan) -> list[tuple[Change, ...]]:
+def _most_saving(chains: list[tuple[FlagChange, ...]], priced: PlanCache, now: RunPlan) -> list[tuple[FlagChange, ...]]:
     """Combinations to extend by another change: those that save most."""
     saved = [(edit.saved_bytes, number) for number, chain in enumerate(chains) if (edit := priced.edit(chain, now))]
     return [chains[number] for _, number in sorted(saved, reverse=True)[:GO_ON_FROM]]
@@ -110,7 +110,7 @@ def _ranked(candidates: list[Edit]) -> list[Edit]:
     return sorted(candidates, key=lambda edit: (not edit.fits, (edit.slower or 0.0) if edit.fits else -edit.saved_bytes))
 
 
-class Change(NamedTuple):
+class FlagChange(NamedTuple):
     """Command-line flags, and the layout that they produce."""
 
     setting: dict[str, Any]
@@ -124,7 +124,7 @@ class PlanCache:
         self.run, self.cluster = run, cluster
         self._known: dict[Layout, RunPlan | None] = {}
 
-    def edit(self, chain: tuple[Change, ...], now: RunPlan) -> Edit | None:
+    def edit(self, chain: tuple[FlagChange, ...], now: RunPlan) -> Edit | None:
         """Effect of a combination of changes; None if it cannot be planned or trained."""
         plan = self._plan(chain[-1].layout)
         if plan is None:
@@ -147,11 +147,11 @@ class PlanCache:
         return self._known[layout]
 
 
-def _changes(layout: Layout, run: Run) -> Iterator[Change]:
+def _changes(layout: Layout, run: Run) -> Iterator[FlagChange]:
     """Single changes that keep the number of ranks."""
 
-    def changed(**settings: Any) -> Change:
-        return Change(settings, replace(layout, **settings))
+    def changed(**settings: Any) -> FlagChange:
+        return FlagChange(settings, replace(layout, **settings))
 
     ways = ["none", "selective", "every-k", "full"]
     current = ways.index(layout.recompute) if layout.recompute in ways else int(is_modules(layout.recompute))

@@ -13,7 +13,7 @@ from ultrascale.console import plain_table
 from ultrascale.description.units import count_of, format_bytes, format_count, format_percent
 from ultrascale.trace.recording.record import RankTrace
 from ultrascale.trace.stages import StagePeak
-from ultrascale.trace.views.compare import Comparison, Row
+from ultrascale.trace.views.compare import Row, StepComparison
 from ultrascale.trace.views.explain import Edit, Part
 
 BY_MESSAGES = (
@@ -28,7 +28,7 @@ _table = partial(plain_table, folds=True, padding=(0, 2, 0, 0))
 
 
 def show_trace(
-    trace: RankTrace, comparison: Comparison, reserved: int, console: Console, *, step: int, tier: dict[str, str]
+    trace: RankTrace, comparison: StepComparison, reserved: int, console: Console, *, step: int, tier: dict[str, str]
 ) -> None:
     """Print one rank's memory, messages and FLOPs; `show_parts` prints the storages at the peak."""
     layout = trace.layout
@@ -107,7 +107,7 @@ def _rows_table(what: str, rows: Iterable[Row]) -> Table:
     return table
 
 
-def _traffic_table(comparison: Comparison, tier: dict[str, str]) -> Table:
+def _traffic_table(comparison: StepComparison, tier: dict[str, str]) -> Table:
     table = _table(
         "messages of a step", "axis", "ranks", "tier", "traced", "", "planned", "", left=("messages of a step", "axis", "tier")
     )
@@ -133,7 +133,7 @@ def _lines_table(trace: RankTrace, step: int) -> Table:
     return table
 
 
-def _flops_table(trace: RankTrace, comparison: Comparison, step: int) -> Table:
+def _flops_table(trace: RankTrace, comparison: StepComparison, step: int) -> Table:
     table = _table("FLOPs of a step", "forward", "recompute", "backward", "sum", "planned", left=("FLOPs of a step",))
     names = sorted({op for of_step, op, _ in trace.flops if of_step == step}, key=lambda op: (-sum(_of(trace, step, op)), op))
     for op in names:

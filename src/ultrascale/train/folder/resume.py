@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ultrascale.checkpoint import CheckpointError, Search, Slice, load, shards_read
+from ultrascale.checkpoint import CheckpointError, CheckpointSearch, Slice, load, shards_read
 from ultrascale.checkpoint.disk.folders import step_folder
 from ultrascale.checkpoint.manifest import Manifest
 from ultrascale.config.resolve import run_from_toml, to_toml
@@ -192,7 +192,9 @@ def begin_islands(trainer: Trainer) -> str:
     return message
 
 
-def restore_newest(trainer: Trainer, root: Path, *, allow_changes: bool, search: Callable[..., Search]) -> Search:
+def restore_newest(
+    trainer: Trainer, root: Path, *, allow_changes: bool, search: Callable[..., CheckpointSearch]
+) -> CheckpointSearch:
     """Restore the newest intact checkpoint under `root`, if there is one. Returns which one, and why newer ones were rejected.
 
     `search` finds it, as `checkpoint.search` does.

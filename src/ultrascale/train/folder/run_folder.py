@@ -50,7 +50,7 @@ class RunFolderLostError(RuntimeError):
     """The run's folder was removed, moved or replaced while the run trained in it."""
 
 
-class Claim:
+class FolderClaim:
     """This process's claim on a run's folder: a descriptor of the folder, and a locked file in it.
 
     Raises BlockingIOError if another process holds the lock, FileNotFoundError if there is no folder.
@@ -114,7 +114,7 @@ class RunFolder:
     """
 
     path: Path
-    claim: Claim | None = None
+    claim: FolderClaim | None = None
 
     @classmethod
     def of(cls, run: Run) -> RunFolder:
@@ -164,7 +164,7 @@ class RunFolder:
     @contextmanager
     def _claimed(self, lock: str) -> Iterator[RunFolder]:
         try:
-            claim = Claim(self.path, lock)
+            claim = FolderClaim(self.path, lock)
         except BlockingIOError:
             rule = "another process is training in this folder"
             remedy = "Wait until it ends, or give this run a --name of its own."

@@ -26,7 +26,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ultrascale import heartbeat
-from ultrascale.checkpoint import CheckpointError, Rejected, Search, UnknownVersionError, search
+from ultrascale.checkpoint import CheckpointError, CheckpointSearch, Rejected, UnknownVersionError, search
 from ultrascale.checkpoint.coordination import Coordinator, coordinating
 from ultrascale.checkpoint.disk.damage import verify_shards
 from ultrascale.checkpoint.disk.files import read_manifest
@@ -51,7 +51,7 @@ from ultrascale.models.files.tokenizer_files import TOKENIZER_FILES
 from ultrascale.parallel.mesh import Ranks
 from ultrascale.parallel.time_limits import SLOW_SECONDS
 from ultrascale.run_rows import event_line
-from ultrascale.storage import DamagedError, MissingError, Part, StorageError, Store, join_url, open_store
+from ultrascale.storage import DamagedError, MissingError, PartObject, StorageError, Store, join_url, open_store
 from ultrascale.train.folder.claim import LOCAL, join_disks, known_store, read_claim, take_over
 from ultrascale.train.folder.run_folder import RunFolder
 from ultrascale.train.session.moments import LoopObserver, Outcome, Session, StepDone
@@ -120,7 +120,7 @@ class RunStore(LoopObserver):
         self._may_have_leftovers = True
         """True if an earlier start or a failed upload may have left files in the store."""
 
-    def search(self, root: Path, *, reads: Reads, process_group: dist.ProcessGroup | None = None) -> Search:
+    def search(self, root: Path, *, reads: Reads, process_group: dist.ProcessGroup | None = None) -> CheckpointSearch:
         """As `checkpoint.search`, but downloads a newer checkpoint that the store has and the disk lacks; to disks of nodes
         that do not share a file system, the shards that their ranks read.
 
@@ -135,9 +135,9 @@ class RunStore(LoopObserver):
             fetched = self._ranks.on_rank_0(LOOKING, partial(self._fetch_newer, root, step))
             if not fetched:
                 rejected = () if on_disk.folder is not None else tuple(self._rejected)
-                return Search(on_disk.folder, (*on_disk.rejected, *rejected))
+                return CheckpointSearch(on_disk.folder, (*on_disk.rejected, *rejected))
 
-    def _search_disks(self, root: Path, reads: Reads) -> Search:
+    def _search_disks(self, root: Path, reads: Reads) -> CheckpointSearch:
         """Download each node's share of the newest complete checkpoint to its disk. If the disks together hold one that the
         store lacks, it is uploaded first; if that fails, so does the search, because an older checkpoint must not be used
         instead."""
@@ -159,14 +159,14 @@ class RunStore(LoopObserver):
                 self._upload_and_publish(folder, is_new, Upload(number, save_id, shares[ranks.rank]))
                 step = number
             if step is None:
-                return Search(None, (*damaged, *rejected))
+                return CheckpointSearch(None, (*damaged, *rejected))
             share = self._share(step, reads)
             bring = partial(self._bring, step, root, share) if lead else str
             problems = ranks.broadcast(ranks.gather(ranks.agree(LOOKING, bring)))
             problem = next((text for text in problems if text), "")
             if not problem:
                 self._uploaded = step_folder(root, step)
-                return Search(self._uploaded)
+                return CheckpointSearch(self._uploaded)
             self._reject(rejected, Path(key_of(step)), step, problem)
 
     def _share(self, step: int, reads: Reads) -> list[str] | None:
@@ -358,7 +358,9 @@ class RunStore(LoopObserver):
         return {file: [[part.bytes, part.crc] for part in parts] for file, parts in uploaded.items()}
 
     def _publish(self, folder: Path, gathered: list[Any], upload: Upload | None) -> None:
-        files = {file: tuple(Part(*part) for part in parts) for uploaded, _ in gathered for file, parts in uploaded.items()}
+        files = {
+            file: tuple(PartObject(*part) for part in parts) for uploaded, _ in gathered for file, parts in uploaded.items()
+        }
         for _, pending in gathered:
             self.store.add_pending(pending)
         self._keep_small_files()

@@ -27,7 +27,7 @@ MOST_NAMED = 3
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ReplicaComparison:
     """Result of comparing replicas; equal on every rank, except for the tensors that `differing` names."""
 
     num_compared: int
@@ -59,7 +59,7 @@ def digest(tensor: Tensor) -> Tensor:
     return (sums * weights).sum()
 
 
-def compare(tensors: dict[str, list[Slice]], ranks: Ranks) -> Comparison:
+def compare(tensors: dict[str, list[Slice]], ranks: Ranks) -> ReplicaComparison:
     """Compare this rank's parts with every other rank's. Collective."""
     local_parts = [(name, part) for name, parts in sorted(tensors.items()) for part in parts]
     keys = [_key(name, part) for name, part in local_parts]
@@ -68,7 +68,7 @@ def compare(tensors: dict[str, list[Slice]], ranks: Ranks) -> Comparison:
     return judge([[*zip(*pair, strict=True)] for pair in ranks.gather_json([keys, digests])], names)
 
 
-def judge(of_ranks: list[list[tuple[int, int]]], names: dict[int, str]) -> Comparison:
+def judge(of_ranks: list[list[tuple[int, int]]], names: dict[int, str]) -> ReplicaComparison:
     """Find the ranks to blame. `of_ranks`: every rank's keys and digests, by rank. `names`: tensor name of each known key."""
     digests: dict[int, dict[int, int]] = defaultdict(dict)
     for rank, pairs in enumerate(of_ranks):
@@ -84,7 +84,7 @@ def judge(of_ranks: list[list[tuple[int, int]]], names: dict[int, str]) -> Compa
         blamed |= set(odd)
         if key in names:
             differing[names[key]] = tuple(sorted(odd))
-    return Comparison(sum(len(by_rank) > 1 for by_rank in digests.values()), differing, tuple(sorted(blamed)))
+    return ReplicaComparison(sum(len(by_rank) > 1 for by_rank in digests.values()), differing, tuple(sorted(blamed)))
 
 
 def _key(name: str, part: Slice) -> int:

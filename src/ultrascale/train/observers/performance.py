@@ -12,7 +12,7 @@ from torch import nn
 from ultrascale.description.progress import step_span, tokens_after
 from ultrascale.description.run import Run, run_of_island
 from ultrascale.description.units import format_bytes
-from ultrascale.measure.compare import Difference, compare_memory, compare_run
+from ultrascale.measure.compare import CategoryDifference, compare_memory, compare_run
 from ultrascale.measure.machine.ceilings import PEAK_FILE, stored_or_measured_peak
 from ultrascale.measure.memory import LiveMemory
 from ultrascale.parallel.mesh import Ranks
@@ -168,7 +168,7 @@ class Performance(LoopObserver):
         )
 
 
-def _memory_line(row: Difference) -> str:
+def _memory_line(row: CategoryDifference) -> str:
     measured = "" if row.measured_bytes is None else f"measured {format_bytes(row.measured_bytes):>10}"
     difference = "" if row.percent is None else f"difference {round(row.percent, 1) + 0.0:.1f}% of the peak"
     return f"memory  {row.name:<14} planned {format_bytes(row.planned_bytes):>10}  {measured}  {difference}".rstrip()

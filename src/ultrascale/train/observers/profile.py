@@ -35,10 +35,10 @@ from ultrascale.measure.compare import compare_run
 from ultrascale.measure.machine.ceilings import peak_flops
 from ultrascale.measure.plots import plot_memory
 from ultrascale.measure.step.categories import CORE, PHASE, READING, RECOMPUTED
-from ultrascale.measure.step.spans import STEP, Piece, read_trace
+from ultrascale.measure.step.spans import STEP, SpanPiece, read_trace
 from ultrascale.measure.step.step_report import RankSteps, StepReport, plot_steps, write_merged
 from ultrascale.measure.step.waterfall import TopRow, top, waterfall
-from ultrascale.parallel.activations.regions import Region
+from ultrascale.parallel.activations.regions import RerunRegion
 from ultrascale.parallel.mesh import Ranks
 from ultrascale.plan.report import plan_run
 from ultrascale.plan.time.step_parts import parts_at, step_parts
@@ -149,9 +149,9 @@ def _ranges_in(trainer: Trainer) -> Iterator[None]:
 
 def _name_parts(stage: nn.Module) -> Iterator[Callable[[], None]]:
     """Name the attention core, and the inside of recomputed blocks, in the trace; yields a function that removes the names."""
-    run_again = Region.run_again
-    setattr(Region, "run_again", _named(RECOMPUTED, run_again))  # noqa: B010
-    yield partial(setattr, Region, "run_again", run_again)
+    run_again = RerunRegion.run_again
+    setattr(RerunRegion, "run_again", _named(RECOMPUTED, run_again))  # noqa: B010
+    yield partial(setattr, RerunRegion, "run_again", run_again)
     for module in stage.modules():
         core, forward = getattr(module, "core", None), module.__dict__.get("forward")
         if callable(core) and not isinstance(core, nn.Module):
@@ -200,7 +200,7 @@ def _report(run: Run, ranks: Ranks, trace: Path, steps: list[int], unprofiled: f
     if not ranks.is_first:
         return None
     merged = {
-        rank: [Piece(start + shift, end + shift, category) for start, end, category in report["pieces"]]
+        rank: [SpanPiece(start + shift, end + shift, category) for start, end, category in report["pieces"]]
         for rank, report in enumerate(reports[:MERGED_RANKS])
         for shift in [report["origin"] - reports[0]["origin"]]
     }

@@ -37,7 +37,7 @@ MOST_NAMED = 3
 
 
 @dataclass
-class Passes:
+class RecordedExecution:
     """Gradient digests and losses of one execution of a step's passes on this rank."""
 
     local: dict[str, Tensor] = field(default_factory=dict)
@@ -83,8 +83,8 @@ def _played_twice(trainer: Trainer, step: Step, play: Callable[[], None]) -> Non
         raise CorruptStateError(_problem_text(trainer.steps_done + 1, reports))
 
 
-def _observed(trainer: Trainer, step: Step, play: Callable[[], None]) -> Passes:
-    passes = Passes()
+def _observed(trainer: Trainer, step: Step, play: Callable[[], None]) -> RecordedExecution:
+    passes = RecordedExecution()
     with watched_gradients(trainer.share.stages.values(), passes.see):
         play()
     for name, parameter in trainer.share.named():
@@ -94,7 +94,7 @@ def _observed(trainer: Trainer, step: Step, play: Callable[[], None]) -> Passes:
     return passes
 
 
-def _difference(first: Passes, second: Passes) -> str:
+def _difference(first: RecordedExecution, second: RecordedExecution) -> str:
     """Difference on this rank: `own ...` if it arose here, `summed ...` if only a sum over ranks differs; else empty."""
     for kind, before, after in (("own", first.local, second.local), ("summed", first.summed, second.summed)):
         names = [name for name in after if name not in before or not torch.equal(before[name], after[name])]

@@ -25,10 +25,10 @@ from ultrascale.kernels.optimizers.block_quantise import BLOCK, ReduceScales, id
 from ultrascale.kernels.optimizers.narrow_moments import (
     FIRST,
     SECOND,
-    Box,
     Kind,
     Moments,
     Update,
+    WeightBox,
     empty_moments,
     rows_of,
     update_,
@@ -70,14 +70,14 @@ class CompactAdamW(torch.optim.Optimizer):
     def store(self, shard: LocalParameter) -> Moments:
         """Moments of a parameter, with the boxes of the unsharded weight that they cover."""
         local_boxes = shard_boxes(shard.parameter, shard.weight_shard)
-        boxes = [Box(offsets, tuple(box.shape), shard.weight.shape) for offsets, box in local_boxes]
+        boxes = [WeightBox(offsets, tuple(box.shape), shard.weight.shape) for offsets, box in local_boxes]
         return Moments(self.state[shard.parameter], *boxes, widest=self._widest(shard))
 
     def create_state(self) -> None:
         """Give every parameter zero moments."""
         for shard in self.shards.values():
             part = local(shard.parameter)
-            box = Box(
+            box = WeightBox(
                 shard.weight_shard.offsets, tuple(part.shape), shard.weight.shape
             )  # only its shape and the width of its dtype matter here
             self.state[shard.parameter] = empty_moments(box, self.kind, part)

@@ -38,7 +38,7 @@ from ultrascale.torch_private import fused_adamw
 MASTER, GRADIENT = "master", "gradient"
 
 
-class Piece(NamedTuple):
+class HostParameters(NamedTuple):
     """Parameters of one block with the same optimizer settings."""
 
     parameters: list[nn.Parameter]
@@ -51,11 +51,11 @@ class HostAdamW(AdamW):
     def __init__(self, groups: list[dict[str, Any]], shards: list[LocalParameter], **settings: Any):
         super().__init__(groups, **settings)
         layer = {shard.parameter: shard.weight.layer for shard in shards}
-        blocks: dict[tuple[int | None, int], Piece] = {}
+        blocks: dict[tuple[int | None, int], HostParameters] = {}
         for number, group in enumerate(self.param_groups):
             for parameter in group["params"]:
                 key = (layer[parameter], number)
-                blocks.setdefault(key, Piece([], group)).parameters.append(parameter)
+                blocks.setdefault(key, HostParameters([], group)).parameters.append(parameter)
         self.pieces = list(blocks.values())
         on_cuda = any(parameter.is_cuda for parameter in layer)
         self.down, self.up = (torch.cuda.Stream(), torch.cuda.Stream()) if on_cuda else (None, None)
@@ -89,7 +89,7 @@ class HostAdamW(AdamW):
         if self.up is not None:
             torch.cuda.current_stream().wait_stream(self.up)
 
-    def _bring_down(self, piece: Piece) -> torch.Event | None:
+    def _bring_down(self, piece: HostParameters) -> torch.Event | None:
         if self.down is not None:
             self.down.wait_stream(torch.cuda.current_stream())
         with nullcontext() if self.down is None else torch.cuda.stream(self.down):
@@ -98,13 +98,13 @@ class HostAdamW(AdamW):
                     local(self.state[parameter][GRADIENT]).copy_(local(parameter.grad), non_blocking=True)
         return None if self.down is None else self.down.record_event()
 
-    def _update(self, piece: Piece) -> None:
+    def _update(self, piece: HostParameters) -> None:
         changed = [self.state[parameter] for parameter in piece.parameters if parameter.grad is not None]
         if not changed:
             return
         update(piece.group, [state[MASTER] for state in changed], [state[GRADIENT] for state in changed], changed)
 
-    def _bring_up(self, piece: Piece) -> None:
+    def _bring_up(self, piece: HostParameters) -> None:
         with nullcontext() if self.up is None else torch.cuda.stream(self.up):
             for parameter in piece.parameters:
                 if parameter.grad is not None:

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from ultrascale import heartbeat
-from ultrascale.checkpoint import Saver, Search, check_writable, search
+from ultrascale.checkpoint import CheckpointSearch, Saver, check_writable, search
 from ultrascale.config.resolve import to_toml
 from ultrascale.config.rules.run_rules import run_notes
 from ultrascale.config.rules.time_limits import grace_notes
@@ -142,7 +142,7 @@ def _observers(
     return [*stored, *(build() for is_enabled, build in builders if is_enabled)]
 
 
-def _write_start(trainer: Trainer, folder: RunFolder, metrics: Metrics, newest: Search, lines: list[str]) -> None:
+def _write_start(trainer: Trainer, folder: RunFolder, metrics: Metrics, newest: CheckpointSearch, lines: list[str]) -> None:
     """Log where the run starts, and the findings of the search for checkpoints."""
     run, resumed = trainer.run, None if newest.folder is None else newest.folder.name
     damaged = [rejected.folder.name for rejected in newest.rejected]
@@ -170,7 +170,7 @@ def _changed_versions(before: Any, now: dict[str, Any]) -> list[str]:
     return [f"{key}: {new} (was {old})" for key, new, old in versions if new != old]
 
 
-def _repeated_steps(folder: RunFolder, newest: Search, first: int, last: int, kept: str) -> list[str]:
+def _repeated_steps(folder: RunFolder, newest: CheckpointSearch, first: int, last: int, kept: str) -> list[str]:
     """Lines about steps that were logged and are trained again, from step `first` to `last`; none if that is 0. `kept`: file
     of their metrics. A run whose checkpoints are gone must not start over unnoticed."""
     if last == 0:

@@ -21,7 +21,7 @@ from ultrascale.description.problems import mistake
 from ultrascale.description.run import Run
 from ultrascale.kernels.attention.attention_contest import AttentionShape, contest
 from ultrascale.kernels.attention.flash_packages import not_importable
-from ultrascale.kernels.choice.contest import Outcomes, Verdict, decide
+from ultrascale.kernels.choice.contest import ContestResult, Outcomes, decide
 from ultrascale.kernels.choice.fused_contest import UPDATES, fused_shape, kernels_of, outside_graphs
 from ultrascale.kernels.choice.fused_contest import contest as fused_contest
 from ultrascale.kernels.choice.implementation import FORMS, Kernel, choose
@@ -69,16 +69,16 @@ def choose_kernels(run: Run, ranks: Ranks, folder: RunFolder) -> Chosen:
     return Chosen(replace(run, layout=replace(run.layout, attention=core)), forms, tuple(lines))
 
 
-def _attention(run: Run, ranks: Ranks, previous: Verdict | None) -> Verdict:
+def _attention(run: Run, ranks: Ranks, previous: ContestResult | None) -> ContestResult:
     wanted = core_requirements(run, ranks.device.type)
     core = run.layout.attention
     if core == "auto" and ranks.device.type == "cpu":
         core_name = "PyTorch's flash attention for CPUs" + ", masked" * wanted.is_masked
-        return Verdict("attention", "sdpa", f'{core_name}; layout.attention = "fastest" times it against others')
+        return ContestResult("attention", "sdpa", f'{core_name}; layout.attention = "fastest" times it against others')
     if core not in ("auto", "fastest"):
         if reason := unsupported_reason(core, wanted) or not_importable(core):
             raise mistake("layout.attention", f'"{core}" {reason}', "Leave it out.")
-        return Verdict("attention", core, "as layout.attention says")
+        return ContestResult("attention", core, "as layout.attention says")
     if previous is not None:
         _expect_importable(previous.chosen, ranks)
         return previous
@@ -96,11 +96,11 @@ def _expect_importable(core: str, ranks: Ranks) -> None:
         raise mistake("layout.attention", rule, remedy)
 
 
-def _fused(run: Run, ranks: Ranks, previous: dict[str, Verdict]) -> dict[str, Verdict]:
+def _fused(run: Run, ranks: Ranks, previous: dict[str, ContestResult]) -> dict[str, ContestResult]:
     """Verdicts by kernel, for kernels that no compiler fuses; one verdict on all kernels together if nothing is timed."""
     if run.kernels != "auto":
         choose(run.kernels, ranks.device)  # raises for packages that are missing
-        return {"kernels": Verdict("kernels", run.kernels, "as the key kernels says")}
+        return {"kernels": ContestResult("kernels", run.kernels, "as the key kernels says")}
     kernels = tuple(kernels_of(run.model, run.layout)) if not run.compile else outside_graphs(run.model)
     kernels = (*kernels, *update_of(run))
     reason = "the compiler fuses them" if run.compile and not kernels else ""
@@ -109,7 +109,7 @@ def _fused(run: Run, ranks: Ranks, previous: dict[str, Verdict]) -> dict[str, Ve
     elif run.layout.precision == "fp64":
         reason = "the only ones in fp64"
     if reason:
-        return {"kernels": Verdict("kernels", "torch", reason)}
+        return {"kernels": ContestResult("kernels", "torch", reason)}
     shape = fused_shape(run.model, run.layout, run.batch.sequence_length, TORCH_DTYPE[run.layout.precision])
     hold = partial(fused_contest, model=run.model, shape=shape, device=ranks.device, bitwise=run.deterministic)
     return {kernel: previous.get(kernel) or decide_together(kernel, ranks, partial(hold, kernel)) for kernel in kernels}
@@ -120,7 +120,7 @@ def update_of(run: Run) -> tuple[Kernel, ...]:
     return tuple(name for name in UPDATES if name == run.optimizer.name)
 
 
-def decide_together(what: str, ranks: Ranks, hold: Callable[[], Outcomes]) -> Verdict:
+def decide_together(what: str, ranks: Ranks, hold: Callable[[], Outcomes]) -> ContestResult:
     """The verdict from the measurements of all ranks, the same on every rank. Collective."""
     heartbeat.beat(f"timing kernels: {what}", extra_seconds=SLOW_COMPILER_SECONDS)
     of_ranks = ranks.gather_json(hold())
@@ -144,13 +144,13 @@ def attention_shape(run: Run) -> AttentionShape:
 
 def _previous_verdicts(
     ranks: Ranks, folder: RunFolder, question: dict[str, Any], defaults: dict[str, Any]
-) -> dict[str, Verdict]:
+) -> dict[str, ContestResult]:
     """The verdicts that rank 0 reads from the run's folder, if they answer the same question."""
     before = folder.read_json(FILE) if ranks.is_first else None
     known = ranks.gather_json(before)[0]
     if not isinstance(known, dict) or differences(known.get("asked"), question, {"model": defaults}):
         return {}
-    return {name: Verdict(**verdict) for name, verdict in known["verdicts"].items() if verdict["seconds"]}
+    return {name: ContestResult(**verdict) for name, verdict in known["verdicts"].items() if verdict["seconds"]}
 
 
 def _question(run: Run, device: torch.device) -> dict[str, Any]:

@@ -65,7 +65,7 @@ TUNING = Tuning()
 
 
 @dataclass(frozen=True)
-class Program:
+class RowProgram:
     """The program that a row may refer to."""
 
     stacks: tuple[Stack, ...]
@@ -75,7 +75,7 @@ class Program:
     assumed: tuple[str, ...]
 
 
-def program_of_row(config: RunConfig, tuning: Tuning = TUNING) -> Program:
+def program_of_row(config: RunConfig, tuning: Tuning = TUNING) -> RowProgram:
     """The row's program. Raises UnrepresentableError for an unknown stack or setting."""
     assumed: list[str] = []
     file = stack_file(_name(config, tuning, assumed))
@@ -90,7 +90,7 @@ def program_of_row(config: RunConfig, tuning: Tuning = TUNING) -> Program:
     if not config.experts:
         choices.pop("dispatcher", None)
     stacks = tuple(with_settings(stack, dict(zip(choices, values, strict=True))) for values in product(*choices.values()))
-    return Program(stacks, file.usual, tuple(key for key, values in choices.items() if len(values) > 1), tuple(assumed))
+    return RowProgram(stacks, file.usual, tuple(key for key, values in choices.items() if len(values) > 1), tuple(assumed))
 
 
 def _name(config: RunConfig, tuning: Tuning, assumed: list[str]) -> str:

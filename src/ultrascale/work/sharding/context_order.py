@@ -29,7 +29,7 @@ GOOD_BALANCE = 0.01
 percent."""
 
 
-class Piece(NamedTuple):
+class DocumentRange(NamedTuple):
     """Positions `start` to `stop` - 1 of a sequence, all in the document that begins at position `document`."""
 
     start: int
@@ -44,11 +44,11 @@ class Piece(NamedTuple):
 
 
 _NOTHING = (0, 0)
-Pieces = tuple[Piece, ...]
+Pieces = tuple[DocumentRange, ...]
 """Pieces of one sequence that a rank holds, in order: the rank's slots."""
 
 
-class View(NamedTuple):
+class VisiblePairs(NamedTuple):
     """Smallest rectangle around the visible pairs: slots of queries, and slots of keys."""
 
     queries: tuple[int, int]
@@ -72,7 +72,7 @@ def ring_order(length: int, ring: int, document_starts: tuple[int, ...] = (0,)) 
     """Pieces of each of `ring` ranks, for a sequence whose documents begin at `document_starts`, ascending from 0."""
     stops = (*document_starts[1:], length)
     documents = sorted((start - stop, start, stop) for start, stop in zip(document_starts, stops, strict=True))
-    longest_first = [Piece(start, stop, start) for _, start, stop in documents]
+    longest_first = [DocumentRange(start, stop, start) for _, start, stop in documents]
     best, least = None, float("inf")
     for num_split in _counts(len(documents)):
         assignment = _Assignment(length, ring)
@@ -94,7 +94,7 @@ def local_pieces(order: Sequence[Pieces], heads: int, rank: int) -> Pieces:
     pieces = order[rank // heads]
     first, length = even_part(num_slots(pieces), heads, rank % heads)
     halves = (
-        Piece(piece.start + max(0, first - slot), min(piece.stop, piece.start + first + length - slot), piece.document)
+        DocumentRange(piece.start + max(0, first - slot), min(piece.stop, piece.start + first + length - slot), piece.document)
         for slot, piece in _with_slots(pieces)
     )
     return tuple(piece for piece in halves if piece.start < piece.stop)
@@ -105,14 +105,14 @@ def num_slots(pieces: Pieces) -> int:
     return sum(piece.stop - piece.start for piece in pieces)
 
 
-def views(queries: Pieces, keys: Pieces, window: int | None) -> list[View]:
+def views(queries: Pieces, keys: Pieces, window: int | None) -> list[VisiblePairs]:
     """Views that each piece of `queries` has of `keys` under a causal mask and a sliding window; none for pieces that see
     nothing.
 
     Adjacent views that fully see the same keys are merged.
     """
-    merged: list[View] = []
-    documents: dict[int, list[tuple[int, Piece]]] = {}
+    merged: list[VisiblePairs] = []
+    documents: dict[int, list[tuple[int, DocumentRange]]] = {}
     for slot, piece in _with_slots(keys):
         documents.setdefault(piece.document, []).append((slot, piece))
     for first, piece in _with_slots(queries):
@@ -123,7 +123,7 @@ def views(queries: Pieces, keys: Pieces, window: int | None) -> list[View]:
         view = hull(visible)
         last = merged[-1] if merged else None
         if last and last.is_full and view.is_full and last.keys == view.keys and last.queries[1] == view.queries[0]:
-            merged[-1] = View((last.queries[0], view.queries[1]), view.keys, True)
+            merged[-1] = VisiblePairs((last.queries[0], view.queries[1]), view.keys, True)
         else:
             merged.append(view)
     return merged
@@ -179,7 +179,7 @@ def rows_made(length: int, ring: int, place: int, window: int | None) -> int:
     return (slots if window is None else sum(view.rows for view in local)) + sum(view.rows for view in remote)
 
 
-def _views_of_place(length: int, ring: int, place: int, window: int | None) -> tuple[list[View], list[View]]:
+def _views_of_place(length: int, ring: int, place: int, window: int | None) -> tuple[list[VisiblePairs], list[VisiblePairs]]:
     """Views that the queries of `place` have of its own keys, and of those of all other places."""
     order = ring_order(length, ring)
     local, *remote = (views(order[place], keys, window) for keys in (order[place], *order[:place], *order[place + 1 :]))
@@ -231,9 +231,9 @@ def _span_of_some(ranges: Sequence[tuple[int, int]]) -> tuple[int, int]:
     return span([bounds for bounds in ranges if bounds != _NOTHING])
 
 
-def hull(parts: Sequence[View]) -> View:
+def hull(parts: Sequence[VisiblePairs]) -> VisiblePairs:
     """Smallest rectangle around all of `parts`, which do not overlap."""
-    around = View(span([p.queries for p in parts]), span([p.keys for p in parts]), False)
+    around = VisiblePairs(span([p.queries for p in parts]), span([p.keys for p in parts]), False)
     return around._replace(is_full=around.pairs == sum(part.pairs for part in parts if part.is_full))
 
 
@@ -242,7 +242,7 @@ def span(ranges: Sequence[tuple[int, int]]) -> tuple[int, int]:
     return min((r[0] for r in ranges), default=0), max((r[1] for r in ranges), default=0)
 
 
-def _view(query: Piece, query_slot: int, key: Piece, key_slot: int, window: int | None) -> View | None:
+def _view(query: DocumentRange, query_slot: int, key: DocumentRange, key_slot: int, window: int | None) -> VisiblePairs | None:
     """View between two pieces of one document."""
     reach = query.stop if window is None else window  # no query sees further back than this
     first_query, last_key = max(query.start, key.start), min(key.stop, query.stop) - 1
@@ -251,12 +251,12 @@ def _view(query: Piece, query_slot: int, key: Piece, key_slot: int, window: int 
         return None
     is_full = last_key <= first_query and first_key > last_query - reach
     move_query, move_key = query_slot - query.start, key_slot - key.start
-    return View(
+    return VisiblePairs(
         (first_query + move_query, last_query + 1 + move_query), (first_key + move_key, last_key + 1 + move_key), is_full
     )
 
 
-def _with_slots(pieces: Pieces) -> Iterator[tuple[int, Piece]]:
+def _with_slots(pieces: Pieces) -> Iterator[tuple[int, DocumentRange]]:
     slot = 0
     for piece in pieces:
         yield slot, piece
@@ -278,16 +278,16 @@ class _Assignment:
 
     def __init__(self, length: int, ring: int):
         self.wanted = [even_part(length, ring, rank)[1] for rank in range(ring)]
-        self.pieces: list[list[Piece]] = [[] for _ in self.wanted]
+        self.pieces: list[list[DocumentRange]] = [[] for _ in self.wanted]
         self.tokens, self.work = [0] * ring, [0] * ring
 
-    def assign(self, rank: int, piece: Piece) -> None:
+    def assign(self, rank: int, piece: DocumentRange) -> None:
         if piece.start < piece.stop:
             self.pieces[rank].append(piece)
             self.tokens[rank] += piece.stop - piece.start
             self.work[rank] += piece.work
 
-    def zigzag(self, documents: Sequence[Piece]) -> None:
+    def zigzag(self, documents: Sequence[DocumentRange]) -> None:
         """Split each document in zigzag over all ranks."""
         ring = len(self.wanted)
         for document in documents:
@@ -300,10 +300,10 @@ class _Assignment:
             late = [(rank, length // 2) for rank, length in zip(most_work_first, lengths, strict=True)]
             start = document.start
             for rank, size in (*early, *reversed(late)):
-                self.assign(rank, Piece(start, start + size, document.document))
+                self.assign(rank, DocumentRange(start, start + size, document.document))
                 start += size
 
-    def deal_whole(self, documents: Sequence[Piece]) -> None:
+    def deal_whole(self, documents: Sequence[DocumentRange]) -> None:
         """Assign one whole document to each rank, round after round, the longest to the rank with the least work."""
         ring = len(self.wanted)
         for first in range(0, len(documents), ring):
@@ -328,16 +328,16 @@ class _Assignment:
             self.assign(giver, kept)
             self.assign(taker, moved)
 
-    def _moves(self, giver: int, most: int) -> Iterator[tuple[int, Piece, Piece]]:
+    def _moves(self, giver: int, most: int) -> Iterator[tuple[int, DocumentRange, DocumentRange]]:
         """(index of a piece, the part kept, the part given away), for either end of each piece."""
         longest = max(piece.stop - piece.start for piece in self.pieces[giver])
         for number, (start, stop, document) in enumerate(self.pieces[giver]):
             if stop - start >= min(most, longest):
                 size = min(most, stop - start)
-                yield number, Piece(start + size, stop, document), Piece(start, start + size, document)
-                yield number, Piece(start, stop - size, document), Piece(stop - size, stop, document)
+                yield number, DocumentRange(start + size, stop, document), DocumentRange(start, start + size, document)
+                yield number, DocumentRange(start, stop - size, document), DocumentRange(stop - size, stop, document)
 
-    def _unevenness(self, giver: int, taker: int) -> Callable[[tuple[int, Piece, Piece]], int]:
+    def _unevenness(self, giver: int, taker: int) -> Callable[[tuple[int, DocumentRange, DocumentRange]], int]:
         difference = self.work[giver] - self.work[taker]
         return lambda gift: abs(difference - 2 * gift[2].work)
 
