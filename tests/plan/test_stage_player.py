@@ -1,4 +1,4 @@
-"""Passes of a pipeline that are played from the books: the same bytes, messages and FLOPs as passes replayed one by one."""
+"""Passes of stages and blocks that are applied from records: the same bytes, messages and FLOPs as passes replayed singly."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
-from hypothesis import example, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from plan.test_columns import layouts
 
 from ultrascale.catalogue.models.model_presets import preset
 from ultrascale.catalogue.stacks.stack_files import STACKS
@@ -16,6 +17,7 @@ from ultrascale.description.layout import Layout
 from ultrascale.plan.memory import replay as memory
 from ultrascale.plan.memory.replay import MemoryPlan, plan_fullest_rank, plan_memory
 from ultrascale.plan.memory.stage_player import RecordedPasses
+from ultrascale.plan.workload import Workload
 
 MODELS = ("tiny-llama", "tiny-qwen3", "tiny-mixtral", "tiny-deepseek-v3", "tiny-gpt2", "tiny-olmo2")
 SCHEDULES = {"afab": 1, "1f1b": 1, "interleaved": 2, "breadth-first": 2, "zb-h1": 1, "zb-v": 2, "dualpipe-v": 2}
@@ -68,6 +70,7 @@ def deep_models(draw) -> tuple[Model, Layout, dict[str, Any]]:
         tp=draw(st.sampled_from([1, 2])), zero_stage=draw(st.sampled_from([0, 1, 2, 3])) if dp > 1 else 0,
         dp_shard=draw(st.sampled_from([None, 2])) if dp > 2 else None, precision=draw(st.sampled_from(["bf16", "fp32"])),
         recompute=draw(st.sampled_from(["none", "selective", "full", "every-k"])),
+        layers_per_bucket=draw(st.sampled_from([1, 1, 2])),
     )  # fmt: skip
     if layout.zero_stage == 0:
         layout = replace(layout, dp_shard=None)
@@ -80,10 +83,40 @@ def deep_models(draw) -> tuple[Model, Layout, dict[str, Any]]:
     return model, layout, {"sequence_length": 128, "sequences_per_batch": sequences, **asked}
 
 
+TWO_A_BUCKET = Layout(
+    dp=2, tp=2, pp=2, schedule="dualpipe-v", virtual_stages=2, zero_stage=0, precision="bf16", layers_per_bucket=2
+)
+"""I leaves gradients of norms in a bucket beside cast ones, which its other block finds."""
+
+
 @given(deep_models())
 @settings(max_examples=60, deadline=None)
+@example((
+    replace(preset("tiny-llama"), num_hidden_layers=20), TWO_A_BUCKET,
+    {"sequence_length": 64, "sequences_per_batch": 16, "stack": STACKS["transformers"], "rank": 4},
+))  # fmt: skip
 def test_passes_of_deep_models_are_as_if_replayed_one_by_one(drawn: tuple[Model, Layout, dict[str, Any]]) -> None:
     model, layout, asked = drawn
+    expect_as_one_by_one(model, layout, **asked)
+
+
+@given(
+    layouts(), st.sampled_from([*STACKS]), st.sampled_from([1, 2]), st.sampled_from(["bf16", "fp8"]), st.integers(0, 1 << 16)
+)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_so_are_those_of_every_family_in_the_whole_space(
+    drawn: tuple[Workload, Layout], stack: str, per_bucket: int, precision: str, rank: int
+) -> None:
+    workload, layout = drawn
+    layout = replace(layout, precision=precision, layers_per_bucket=per_bucket if layout.dp * layout.cp > 1 else 1)
+    expect_as_one_by_one(
+        workload.model, layout, sequence_length=workload.sequence_length, sequences_per_batch=workload.sequences_per_batch,
+        documents=workload.documents, stack=STACKS[stack], rank=rank % layout.world_size,
+    )  # fmt: skip
+
+
+def expect_as_one_by_one(model: Model, layout: Layout, **asked: Any) -> None:
+    """A timeline notes every operation, so that a replay with one applies no records."""
     played, one_by_one = (facts(plan_memory(model, layout, keeps_timeline=plain, **asked)) for plain in (False, True))
     assert played | {"timeline": []} == one_by_one | {"timeline": []}
 

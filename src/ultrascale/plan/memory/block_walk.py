@@ -12,7 +12,7 @@ from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ultrascale.plan.memory.gradients import DeferredGradient
+from ultrascale.plan.memory.gradients import Deferred
 from ultrascale.plan.memory.ledger import Allocation, Ledger
 from ultrascale.plan.memory.sharding import Bucket, Shards
 from ultrascale.plan.memory.tally import Tally
@@ -49,7 +49,7 @@ class Unwinding:
     sizes: dict[str, int]
     """Bytes of every activation, by name."""
     layer: int | None
-    deferred: list[DeferredGradient] | None
+    deferred: list[Deferred] | None
     """Gradients of weights that I leaves for W; None if the pass is not split."""
 
 
@@ -204,7 +204,7 @@ class BlockWalk(ABC):
         tape: Tape,
         gradients: dict[str, Allocation],
         layer: int | None,
-        deferred: list[DeferredGradient] | None,
+        deferred: list[Deferred] | None,
         action: Action | None = None,
     ) -> None:
         """Run the backward pass of a tape's operations, last first. `gradients`, by name: of results before the call, of inputs

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ultrascale.plan.memory.ledger import Allocation, Ledger
 from ultrascale.plan.memory.sharding import Shards
 from ultrascale.plan.memory.stage_work import StageWork
+from ultrascale.schedules.actions import Action
 from ultrascale.work.op_builders import native_scratch_bytes
 from ultrascale.work.ops import Op, Shape
 
@@ -61,6 +63,31 @@ class DeferredGradient(NamedTuple):
     """Bytes of `source` over all ranks' positions, which W all-gathers over tp; 0 where this rank has it whole."""
     scratch_bytes: int
     """Bytes of temporary memory that the GEMM needs in addition in W."""
+
+
+@dataclass
+class RecordedBlock:
+    """A block whose forward pass was applied from a record: the ledger counts its bytes."""
+
+    block_input: Allocation
+    offloaded: list[Allocation] = field(default_factory=list)
+
+
+@dataclass
+class WaitingBlock:
+    """A block between I and W."""
+
+    layer: int
+    action: Action
+    """Its I."""
+    gradient: Allocation
+    """Of its result, before I."""
+    deferred: list[Deferred] = field(default_factory=list)
+    recorded: RecordedBlock | None = None
+    """Its tape, if I was applied from a record and left no tensors."""
+
+
+Deferred = DeferredGradient | WaitingBlock
 
 
 def waiting_gradient(ledger: Ledger, op: Op, shape: Shape, share: Allocation | None, arriving: Allocation) -> Allocation:

@@ -155,17 +155,16 @@ class Ledger:
 
     @contextmanager
     def recording(self) -> Iterator[Effect]:
-        """Context that records all changes inside, for `apply`: complete once it is left. Not nested, and without offloading to
-        the host."""
+        """Context that records all changes inside, for `apply`: complete once it is left. Without offloading to the host."""
         top, highest, alive, inside = self._top, self._highest, dict(self._alive), dict(self._held)
-        start, held = self.total, dict(inside)
+        start, held, around = self.total, dict(inside), self._recorder
         recorder = self._recorder = Effect(start, alive, held, start, alive, inside)
         self._top, self._highest = start, inside
         try:
             yield recorder
             self._note()
         finally:
-            self._recorder, self._top, self._highest = None, top, highest
+            self._recorder, self._top, self._highest = around, top, highest
         for category, num_bytes in inside.items():
             highest[category] = max(highest[category], num_bytes)
         if recorder.peak_total > top:

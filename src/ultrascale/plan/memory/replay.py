@@ -29,7 +29,7 @@ from ultrascale.plan.memory.ledger import Ledger, MemorySnapshot
 from ultrascale.plan.memory.muon_update import muon_update_bytes
 from ultrascale.plan.memory.sharding import Shards, scale_bytes, scale_tables, stays_whole
 from ultrascale.plan.memory.stage_player import MailReplay, RankReplay, RecordedPasses, StagePlayer, alike
-from ultrascale.plan.memory.stage_replay import StageReplay
+from ultrascale.plan.memory.stage_replay import BlockRecords, StageReplay
 from ultrascale.plan.memory.stage_work import StagePart
 from ultrascale.plan.memory.tally import Tally
 from ultrascale.plan.pipeline.pipeline_activations import peak_activation_bytes
@@ -124,8 +124,9 @@ def plan_memory(
     model = padded(model, stack, layout.tp)
     tally, orders = Tally(layout, shape, coordinates.cp), _orders(layout, count, stack)
     parts = stage_parts(model, layout, sequence_length, coordinates, stack.stage_cut)
+    records = BlockRecords()
     stages = {
-        number: StageReplay(ledger, tally, model, part, coordinates, splits=orders.splits, stack=stack)
+        number: StageReplay(ledger, tally, model, part, coordinates, splits=orders.splits, stack=stack, records=records)
         for number, part in parts.items()
     }
     ledger.take("other", "batch", count * _batch_bytes(model, layout, shape, documents=documents))

@@ -21,7 +21,7 @@ Also here: scales of weights gathered in fp8 (`parallel.precision.fp8_gather`), 
 
 from __future__ import annotations
 
-from collections.abc import Container, Hashable, Iterable, Iterator
+from collections.abc import Container, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import compress
@@ -153,27 +153,29 @@ class Shards:
             if self.casts_alone:
                 self._finish_gather(bucket)
 
-    def state(self) -> Hashable:
-        """Flags for the tensors that the buckets hold, with weights by position: stages with equal blocks have equal states."""
-        buckets = tuple(
+    def state(self, buckets: Sequence[Bucket] | None = None) -> tuple[Hashable, Hashable]:
+        """Flags for the tensors that all buckets hold, or some `buckets`, with weights by position: stages with equal blocks
+        have equal states."""
+        flags = tuple(
             (
                 bucket.parameters is None, bucket.flat is None, bucket.partial is None, bucket.replica_buffer is None,
-                bucket.sharded_gradient is None,
+                bucket.sharded_gradient is None, len(bucket.whole_gradients),
                 *(
                     tuple(map(by_name.__contains__, bucket.names)) if by_name else ()
                     for by_name in (bucket.whole_gradients, bucket.cast, bucket.narrow_gradients)
                 ),
             )
-            for bucket in self.buckets
+            for bucket in (self.buckets if buckets is None else buckets)
         )  # fmt: skip
         sizes = tuple(allocation and allocation.num_bytes for allocation in (self.last_flat, self.reduce_input))
-        return buckets, sizes
+        return flags, sizes
 
-    def snapshot(self, before: Hashable) -> BucketSnapshot | None:
-        """Tensors that the buckets hold, for `restore` on buckets with the same weights; None if a tensor has another holder.
-        `before`: their state before the pass; buckets still in that state are skipped."""
-        parts, then, now = [], cast(tuple[Any, Any], before)[0], cast(tuple[Any, Any], self.state())[0]
-        for bucket, old, new in zip(self.buckets, then, now, strict=True):
+    def snapshot(self, before: Hashable, buckets: Sequence[Bucket] | None = None) -> BucketSnapshot | None:
+        """Tensors that all buckets hold, or some `buckets`, for `restore` on buckets with the same weights; None if a tensor
+        has another holder. `before`: their state before the pass; buckets still in that state are skipped."""
+        buckets = self.buckets if buckets is None else buckets
+        parts, then, now = [], cast(tuple[Any, Any], before)[0], cast(tuple[Any, Any], self.state(buckets))[0]
+        for bucket, old, new in zip(buckets, then, now, strict=True):
             single = [getattr(bucket, name) for name in SINGLE]
             several = [list(map(by_name.get, bucket.names)) for by_name in (bucket.whole_gradients, bucket.narrow_gradients)]
             every = [allocation for group in (single, *several) for allocation in group if allocation is not None]
@@ -189,9 +191,9 @@ class Shards:
             return None
         return BucketSnapshot(tuple(parts), tuple(map(_fields_of, sizes)))
 
-    def restore(self, snapshot: BucketSnapshot) -> None:
+    def restore(self, snapshot: BucketSnapshot, buckets: Sequence[Bucket] | None = None) -> None:
         """Set the buckets to `snapshot` without changing the ledger, which already counts these bytes."""
-        for bucket, parts in zip(self.buckets, snapshot.buckets, strict=True):
+        for bucket, parts in zip(self.buckets if buckets is None else buckets, snapshot.buckets, strict=True):
             if parts is None:
                 continue
             (single, whole, narrow, is_cast), names = parts, bucket.names

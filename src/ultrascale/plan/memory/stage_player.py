@@ -175,7 +175,7 @@ class StagePlayer:
         if played is None:
             return
         stage, stage_input, gradient = self.stage, played.stage_input, played.gradient
-        with stage.ledger.unrecorded(), stage.tally.unrecorded(), stage.buckets_left_alone():
+        with stage.without_counting():
             if played.input_gradient is None:
                 self._release(stage.forward(micro_batch, stage_input))
                 return

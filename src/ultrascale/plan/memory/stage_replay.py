@@ -7,14 +7,19 @@
     W     compute the deferred weight gradients; gathers those inputs or gradients again
 
 Without a pipeline the stage is the whole model. FSDP2's part is in `plan.memory.sharding`.
+
+A stage has many equal blocks. A pass of a block in a given state of the buckets is replayed once, and its effect recorded; for
+further blocks of its kind the record is applied (`BlockRecord`), and their tensors do not exist (`RecordedBlock`). The first
+block of a kind is always replayed: it holds the stage's input, and what all blocks read, to the end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import cast
+from functools import partial
+from typing import NamedTuple, TypeVar, cast
 
 from ultrascale.catalogue.stacks.stack import Stack
 from ultrascale.catalogue.stacks.stack_files import STACKS
@@ -23,16 +28,19 @@ from ultrascale.description.layout import DTYPE_BYTES, OFFLOAD_FROM_BYTES, OFFLO
 from ultrascale.description.recomputed import BlockRecompute
 from ultrascale.plan.memory.block_walk import BlockWalk, Nothing, Tape, Unwinding
 from ultrascale.plan.memory.gradients import (
+    Deferred,
     DeferredGradient,
+    RecordedBlock,
     StageGradients,
+    WaitingBlock,
     waiting_bytes,
     waiting_gradient,
     weight_gradient_workspace,
 )
-from ultrascale.plan.memory.ledger import Allocation, Ledger
-from ultrascale.plan.memory.sharding import Bucket, Shards, WholeState, stays_whole
+from ultrascale.plan.memory.ledger import Allocation, Effect, Ledger
+from ultrascale.plan.memory.sharding import Bucket, BucketSnapshot, Shards, WholeState, stays_whole
 from ultrascale.plan.memory.stage_work import StagePart, StageWork
-from ultrascale.plan.memory.tally import Tally
+from ultrascale.plan.memory.tally import Counts, Tally
 from ultrascale.plan.split_backward import gathered_input_bytes, is_deferrable, is_row_sum, reads_gathered, sent_in_half
 from ultrascale.schedules.actions import Action, Kind
 from ultrascale.work.op_builders import gathered_scratch_bytes
@@ -59,11 +67,31 @@ class CheckpointedBlock:
     offloaded: list[Allocation] = field(default_factory=list)
 
 
+BlockTape = Tape | CheckpointedBlock | RecordedBlock
+
+
+class BlockRecord(NamedTuple):
+    """Effect of a pass of a block on the ledger and the tally, its result, and the buckets' tensors afterwards."""
+
+    effect: Effect
+    counts: Counts
+    result: tuple[str, str, int] | None
+    """Category, label and bytes; None for W."""
+    buckets: BucketSnapshot
+    ops: tuple[Op, ...]
+    """Kept alive so that their `id` is not reused."""
+
+
+Result = TypeVar("Result", Allocation, None)
+BlockRecords = dict[Hashable, BlockRecord | None]
+"""Records by block, pass and state of the buckets around it; None: a pass that leaves more, and is replayed every time."""
+
+
 @dataclass
 class MicroBatchState:
     """Saved tensors of a micro-batch between its forward and backward pass."""
 
-    tapes: list[Tape | CheckpointedBlock] = field(default_factory=list)
+    tapes: list[BlockTape] = field(default_factory=list)
     shared: dict[str, Allocation] = field(default_factory=dict)
 
 
@@ -72,10 +100,10 @@ class StageReplay(BlockWalk):
 
     def __init__(
         self, ledger: Ledger, tally: Tally, model: Model, part: StagePart, coordinates: Coordinates, *, splits: bool = False,
-        stack: Stack = STACKS["ultrascale"],
+        stack: Stack = STACKS["ultrascale"], records: BlockRecords | None = None,
     ):  # fmt: skip
         """`splits`: the schedule splits backward passes into I and W, so that linear layers are separate operations. `stack`:
-        the trainer."""
+        the trainer. `records`: those of the rank's other stages."""
         layout, shape, self.stack = tally.layout, tally.shape, stack
         self.model, self.layout, self.shape, self.part = model, layout, shape, part
         self.splits = splits
@@ -93,7 +121,7 @@ class StageReplay(BlockWalk):
         super().__init__(ledger, tally, shards, work.hidden_bytes)
         self.gradients = StageGradients(ledger, work, shards, DTYPE_BYTES[layout.precision])
         self.in_flight: dict[int, MicroBatchState] = {}
-        self.waiting: dict[int, list[DeferredGradient]] = {}
+        self.waiting: dict[int, list[Deferred]] = {}
         self._now = MicroBatchState()
         positions = even_part(shape.local_length, layout.tp, coordinates.tp)[1]
         self._sequence_shard_bytes = self.hidden_bytes * positions // shape.local_length
@@ -102,19 +130,40 @@ class StageReplay(BlockWalk):
         self._halves: dict[int, tuple[Op, Op]] = {}
         self._leaving: list[list[Allocation]] = []
         """Tensors of each block that are on their way to the host."""
+        self._records = {} if records is None else records
+        plain = ledger.keeps_timeline or layout.offload_activations
+        self._repeated = {} if plain else self._repeated_blocks()
+
+    def _repeated_blocks(self) -> dict[int, tuple[Hashable, list[Bucket]]]:
+        """Blocks that equal an earlier one of the stage: what their passes depend on beside the state, and the buckets that
+        those change."""
+        blocks, buckets, repeated, seen = self.work, self.shards.buckets, {}, set[Hashable]()
+        for layer in self.part.layers:
+            ops = blocks.block(layer)
+            kind = id(ops), self.layout.block_recompute(layer)
+            if kind in seen:
+                read = [bucket for bucket in (blocks.bucket(layer), blocks.experts(layer, ops)[0]) if bucket is not None]
+                places = sorted({place for bucket in read for place in (buckets.index(bucket) - 1, buckets.index(bucket))})
+                near = [buckets[place] for place in places]
+                sizes = tuple((bucket.label, bucket.ranks, self.shards.sizes[bucket]) for bucket in near)
+                repeated[layer] = (kind, blocks.is_first(layer), blocks.is_last(layer), 0 in places, sizes), near
+            seen.add(kind)
+        return repeated
 
     def state(self) -> tuple[Hashable, ...]:
         """State that the next pass depends on: the buckets, and gradients that have not reached them."""
         return self.shards.state(), self.gradients.state(), len(self._shares), len(self._joined_gradients)
 
     @contextmanager
-    def buckets_left_alone(self) -> Iterator[None]:
-        """Context in which passes gather nothing and discard their weight gradients."""
+    def without_counting(self) -> Iterator[None]:
+        """Context for passes whose bytes and messages are counted already: they gather nothing and discard their weight
+        gradients."""
         shards, gradients = self.shards, self.gradients
         self.shards = cast(Shards, Nothing())
         self.gradients = StageGradients(self.ledger, self.work, self.shards, gradients.itemsize)
         try:
-            yield
+            with self.ledger.unrecorded(), self.tally.unrecorded():
+                yield
         finally:
             self.shards, self.gradients = shards, gradients
 
@@ -141,7 +190,7 @@ class StageReplay(BlockWalk):
         caller releases it. Returns the gradient of the stage's input."""
         shards = self.shards
         self._now = self.in_flight.pop(action.micro_batch)
-        deferred: list[DeferredGradient] | None = [] if action.kind is Kind.INPUT_GRADIENT else None
+        deferred: list[Deferred] | None = [] if action.kind is Kind.INPUT_GRADIENT else None
         if action.reduce_gradients:
             shards.complete_pending()
         if self.part.layers and not self.part.is_last:  # its last block made the stage's result: that hook comes first
@@ -164,8 +213,19 @@ class StageReplay(BlockWalk):
 
     def weight_gradients(self, action: Action) -> None:
         """Weight-gradient pass (W): the gradients that I deferred for the micro-batch of `action`."""
+        self._weight_gradients(self.waiting.pop(action.micro_batch))
+        for bucket in reversed(self.shards.buckets):
+            if action.reduce_gradients:
+                self.shards.complete_gradients(bucket)
+            self.shards.after_backward(bucket, action)
+        self.shards.end_backward()
+
+    def _weight_gradients(self, deferred: Sequence[Deferred]) -> None:
         whole: tuple[Allocation, Allocation] | None = None  # the tensor gathered last: its source and result
-        for gradient in self.waiting.pop(action.micro_batch):
+        for gradient in deferred:
+            if isinstance(gradient, WaitingBlock):
+                self._weight_gradients_of_block(gradient)
+                continue
             if whole is None or whole[0] is not gradient.source:
                 self.ledger.release_all([] if whole is None else [whole[1]])
                 whole = (gradient.source, self._gather_for_weight_gradient(gradient)) if gradient.gathered_bytes else None
@@ -174,11 +234,19 @@ class StageReplay(BlockWalk):
                 self.gradients.arrive(gradient.name, self.gradients.make(gradient.name))
             self.ledger.release_all(gradient.allocations)
         self.ledger.release_all([] if whole is None else [whole[1]])
-        for bucket in reversed(self.shards.buckets):
-            if action.reduce_gradients:
-                self.shards.complete_gradients(bucket)
-            self.shards.after_backward(bucket, action)
-        self.shards.end_backward()
+
+    def _weight_gradients_of_block(self, block: WaitingBlock) -> None:
+        key = self._record_key(block.layer, None, "weights")
+        if block.recorded is not None:
+            if record := self._records.get(key):
+                self._apply(block.layer, record)
+                return
+            now, self._now = self._now, MicroBatchState()
+            with self.without_counting():
+                self._replay_forward(block.layer, block.recorded.block_input)
+                self._replay_backward(block.layer, block.gradient, block.action, block.deferred)
+            self._now = now
+        self._record(key, block.layer, partial(self._weight_gradients, block.deferred))
 
     def _gather_for_weight_gradient(self, deferred: DeferredGradient) -> Allocation:
         """All-gather a deferred GEMM's input or gradient over tp, for W."""
@@ -207,7 +275,7 @@ class StageReplay(BlockWalk):
             self.ledger.release_all(live.values())
         self.ledger.release(source)
 
-    def _backward_end(self, action: Action, deferred: list[DeferredGradient] | None) -> Allocation:
+    def _backward_end(self, action: Action, deferred: list[Deferred] | None) -> Allocation:
         """Backward pass of multi-token prediction, last first, then of the head. Returns the last block's output gradient."""
         source: dict[str, Allocation] = {}
         for layer in reversed(self.part.predictions):
@@ -227,6 +295,49 @@ class StageReplay(BlockWalk):
         return gradients.pop("hidden")
 
     def _forward_block(self, layer: int, hidden: Allocation, coming: Allocation | None = None) -> Allocation:
+        key = self._record_key(layer, hidden)
+        if key is None:
+            return self._replay_forward(layer, hidden, coming)
+        record = self._records.get(key)
+        if record is None and not isinstance(self.shards, Nothing):
+            return self._record(key, layer, partial(self._replay_forward, layer, hidden))
+        self._now.tapes.append(RecordedBlock(hidden))
+        return replace(hidden) if record is None else self._apply(layer, record)
+
+    def _record_key(self, layer: int, tensor: Allocation | None, *of_pass: Hashable) -> Hashable:
+        """Key of a block's pass that reads `tensor`; None if it is replayed every time."""
+        if layer not in self._repeated or (tensor is not None and tensor.holders > 1):
+            return None
+        fixed, near = self._repeated[layer]
+        read = None if tensor is None else (tensor.category, tensor.label)
+        return fixed, of_pass, read, self.shards.state(near), self._state_of_gradients()
+
+    def _state_of_gradients(self) -> Hashable:
+        return self.gradients.state(), len(self._shares), len(self._joined_gradients)
+
+    def _record(self, key: Hashable, layer: int, run: Callable[[], Result]) -> Result:
+        """Replay a pass of a block, and record it unless its key has an entry."""
+        if key in self._records:
+            return run()
+        near, counted = self._repeated[layer][1], self.tally.counted()
+        before, others = self.shards.state(near), self._state_of_gradients()
+        with self.ledger.recording() as effect:
+            result = run()
+        snapshot, made = self.shards.snapshot(before, near), None
+        repeats = snapshot is not None and others == self._state_of_gradients()
+        if result is not None:
+            repeats, made = repeats and result.holders == 1, (result.category, result.label, result.num_bytes)
+        record = BlockRecord(effect, self.tally.since(counted), made, snapshot, self.work.block(layer)) if snapshot else None
+        self._records[key] = record if repeats else None
+        return result
+
+    def _apply(self, layer: int, record: BlockRecord) -> Allocation:
+        self.ledger.apply(record.effect)
+        self.tally.add(record.counts)
+        self.shards.restore(record.buckets, self._repeated[layer][1])
+        return Allocation(*(record.result or ("", "", 0)))
+
+    def _replay_forward(self, layer: int, hidden: Allocation, coming: Allocation | None = None) -> Allocation:
         bucket = self.work.bucket(layer)
         if self.work.is_first(layer):
             self.shards.before_forward(bucket)
@@ -254,12 +365,13 @@ class StageReplay(BlockWalk):
             self.shards.after_forward(bucket)
         return live.pop("hidden_out")
 
-    def _offload(self, layer: int, tape: Tape | CheckpointedBlock, block_input: Allocation) -> None:
+    def _offload(self, layer: int, tape: BlockTape, block_input: Allocation) -> None:
         """Start to offload a block's saved tensors, and free the earlier block's on the device
         (`parallel.activations.offload`). Tensors that all blocks read stay on the device."""
         blocks = self.part.blocks
         if not self.layout.offload_activations or (self.layout.pp == 1 and layer == blocks[-1]):
             return
+        assert not isinstance(tape, RecordedBlock)
         is_checkpoint = isinstance(tape, CheckpointedBlock)
         saved = list(tape.reads.values()) if is_checkpoint else [allocation for _, some in tape.entries for allocation in some]
         stays = {id(tensor) for tensor in self._now.shared.values()}
@@ -273,7 +385,7 @@ class StageReplay(BlockWalk):
             for allocation in self._leaving.pop(0):
                 self.ledger.leave_device(allocation)
 
-    def _prefetch(self, *tapes: Tape | CheckpointedBlock) -> None:
+    def _prefetch(self, *tapes: BlockTape) -> None:
         """Bring the blocks' saved tensors back to the device, and cancel offloads still in progress."""
         for tape in tapes:
             for allocation in tape.offloaded:
@@ -290,13 +402,37 @@ class StageReplay(BlockWalk):
         return tape
 
     def _backward_block(
-        self, layer: int, gradient: Allocation, action: Action, deferred: list[DeferredGradient] | None
+        self, layer: int, gradient: Allocation, action: Action, deferred: list[Deferred] | None
     ) -> dict[str, Allocation]:
         """Backward pass of a block. Returns the gradients of its inputs, by name."""
+        marks = action.reduce_gradients, action.sum_replicas, action.keep_parameters
+        key, tape = self._record_key(layer, gradient, deferred is not None, *marks), self._now.tapes[-1]
+        block = WaitingBlock(layer, action, gradient)
+        if isinstance(tape, RecordedBlock):
+            self._now.tapes.pop()
+            record = None if key is None else self._records.get(key)
+            if record or (key is not None and deferred is not None and isinstance(self.shards, Nothing)):
+                block.recorded = tape
+                if deferred is not None:
+                    deferred.append(block)
+                return {"hidden": self._apply(layer, record) if record else replace(gradient)}
+            with self.without_counting():
+                self._replay_forward(layer, tape.block_input)
+        if key is None:
+            return self._replay_backward(layer, gradient, action, deferred)
+        if deferred is not None:
+            deferred.append(block)
+        run = partial(self._replay_backward, layer, gradient, action, None if deferred is None else block.deferred)
+        return {"hidden": self._record(key, layer, lambda: run()["hidden"])}
+
+    def _replay_backward(
+        self, layer: int, gradient: Allocation, action: Action, deferred: list[Deferred] | None
+    ) -> dict[str, Allocation]:
         bucket = self.work.bucket(layer)
         if self.work.is_last(layer):
             self.shards.before_backward(bucket)
         tape = self._now.tapes.pop()
+        assert not isinstance(tape, RecordedBlock)
         self._prefetch(tape, *self._now.tapes[-1:])
         gradients = {"hidden_out": gradient}
         if isinstance(tape, CheckpointedBlock):
@@ -346,7 +482,8 @@ class StageReplay(BlockWalk):
             item = DeferredGradient(
                 names[0], (grad, saved_input), source, gathered_bytes, weight_gradient_workspace(op, self.shape)
             )
-            alike = [number for number, other in enumerate(deferred) if other.source is source] if gathered_bytes else []
+            places = enumerate(deferred) if gathered_bytes else ()
+            alike = [place for place, other in places if isinstance(other, DeferredGradient) and other.source is source]
             deferred.insert(alike[0] if alike else len(deferred), item)  # GEMMs of one input stay in forward order
             names, share, scratch = names[1:], None, 0  # only the bias gradient is computed now
         if op.hands_on_saved:
