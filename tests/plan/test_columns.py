@@ -26,12 +26,12 @@ from ultrascale.catalogue.models.model_presets import preset
 from ultrascale.description.layout import Layout
 from ultrascale.description.schedules import SCHEDULES
 from ultrascale.plan.columns.footprint import stage_memory
-from ultrascale.plan.columns.rank_loads import PASSES, PipelineShape, enough_micro_batches, loads_of, loads_of_actions
+from ultrascale.plan.columns.rank_loads import PASSES, PipelineShape, loads_of, loads_of_actions
 from ultrascale.plan.layouts import LayoutTable
 from ultrascale.plan.memory.replay import plan_fullest_rank, plan_memory
 from ultrascale.plan.search.space import legal_layouts
 from ultrascale.plan.workload import Workload
-from ultrascale.schedules.build import build_schedule
+from ultrascale.schedules.build import build_schedule, enough_micro_batches
 
 FAMILIES = (
     "llama-3-8b", "gpt2-xl", "qwen3-8b", "qwen2.5-7b", "mistral-7b", "smollm3-3b", "mixtral-8x7b", "olmoe-1b-7b",

@@ -4,17 +4,22 @@ import ast
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from tidy.sources import MODULES, PACKAGE, ROOT, parsed
 
+from ultrascale.catalogue.models.model_presets import PRESETS
 from ultrascale.description.layout import Layout
 from ultrascale.description.problems import SpecError
+from ultrascale.description.run import Batch, Run
 from ultrascale.description.schedules import SCHEDULE_ALIASES, SCHEDULES
-from ultrascale.plan.columns.rank_loads import PipelineShape, enough_micro_batches, loads_of
+from ultrascale.plan.columns.rank_loads import PipelineShape, loads_of
 from ultrascale.plan.layouts import LayoutTable
+from ultrascale.plan.memory import replay
 from ultrascale.schedules.actions import Kind
-from ultrascale.schedules.build import build_schedule, stages_of_ranks
+from ultrascale.schedules.build import build_schedule, enough_micro_batches, stages_of_ranks
+from ultrascale.trace.planned import planned_rank
 
 KNOWN = pytest.mark.parametrize("one", SCHEDULES.values(), ids=list(SCHEDULES))
 PP, COUNT = 4, 32
@@ -46,7 +51,7 @@ def test_a_few_micro_batches_hold_as_much_as_many(one, pp):
     virtual_stages, many = one.stages_a_rank(2), 7 * pp
     few = enough_micro_batches(one.name, pp, many)
     if one.forward_first:
-        assert few == 1
+        assert few == many
         return
     one_each = (1,) * (pp * virtual_stages)
     rows = [
@@ -55,6 +60,21 @@ def test_a_few_micro_batches_hold_as_much_as_many(one, pp):
     assert few < many
     held = f"SCHEDULES[{one.name!r}].warm_up x pp micro-batches do not fill its pipeline: raise warm_up"
     assert rows[0].rows.tolist() == rows[1].rows.tolist(), held
+
+
+@KNOWN
+@pytest.mark.parametrize("more", [0, 1])
+def test_a_few_micro_batches_tell_the_memory_and_the_messages_of_a_step_of_many(one, more):
+    layout = Layout(
+        dp=2, zero_stage=2, pp=4, schedule=one.name, virtual_stages=one.stages_a_rank(3), precision="bf16", recompute="full"
+    )
+    model, count = replace(PRESETS["tiny-llama"], num_hidden_layers=2 * layout.num_stages), 48 + more
+    run = Run(model, layout=layout, batch=Batch(sequence_length=64, sequences_per_batch=2 * count))
+    few = planned_rank(run, 2, "cuda")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replay, "enough_micro_batches", lambda name, pp, count: count)
+        whole = planned_rank(run, 2, "cuda")
+    assert (few.peak, few.traffic, few.flops) == (whole.peak, whole.traffic, whole.flops)
 
 
 def names_spelled(path):

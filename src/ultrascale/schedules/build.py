@@ -14,6 +14,7 @@ from ultrascale.description.units import count_of
 from ultrascale.schedules.actions import Action
 from ultrascale.schedules.executable import ranks_of_stages
 from ultrascale.schedules.kinds.custom import read_schedule
+from ultrascale.schedules.kinds.interleaved import rounds
 
 DEFAULT_VIRTUAL_STAGES = 2
 
@@ -74,6 +75,19 @@ def schedule_problems(name: str, pp: int, num_micro_batches: int, virtual_stages
         rule = f"{known.title} pairs rank r with rank pp-1-r, so pp must be even, is {pp}"
         problems.append(Problem("pp", rule, f"Take {pp + 1}, or the schedule {known.inferior_to}, which takes any."))
     return problems
+
+
+def enough_micro_batches(name: str, pp: int, num_micro_batches: int) -> int:
+    """Smallest number of micro-batches after which a schedule of `SCHEDULES` repeats itself: more hold no more memory, and each
+    `copies` of them send the same. All of them where all forward passes come first."""
+    known = SCHEDULES[name]
+    if known.forward_first:
+        return num_micro_batches
+    if known.in_rounds:
+        count = rounds(pp, num_micro_batches)
+        return num_micro_batches if len(count) < 4 else count[2].stop
+    few = (known.warm_up + known.copies - 1) * pp + 2
+    return num_micro_batches if num_micro_batches <= few else few + (num_micro_batches - few) % known.copies
 
 
 def stages_of_ranks(name: str, pp: int, virtual_stages: int | None = None) -> list[list[int]]:

@@ -33,7 +33,6 @@ from ultrascale.plan.columns.rank_loads import (
     WHEN,
     Loads,
     PipelineShape,
-    enough_micro_batches,
     loads_of,
     loads_of_actions,
 )
@@ -51,6 +50,7 @@ from ultrascale.plan.layouts import (
 from ultrascale.plan.time.blocks import distinct_shapes, kinds_of_layers
 from ultrascale.plan.time.stages import Stages, chunk_layers_of
 from ultrascale.plan.workload import Workload
+from ultrascale.schedules.build import enough_micro_batches
 from ultrascale.schedules.executable import Schedule
 from ultrascale.work.op_builders import without_fp8
 from ultrascale.work.work import Shape, block_work, shared_work
@@ -255,7 +255,8 @@ def _pipeline(workload: Workload, table: LayoutTable, stages: Stages, key: Colum
     name = SCHEDULE_NAMES[number]
     chunks = tuple(chunk_layers_of(workload, pp * virtual, stages.layers_per_stage))
     used, places = _types(workload.model, table.modes, every, kept)
-    few = enough_micro_batches(name, pp, count)
+    held_once = pp > 1 and SCHEDULES[name].forward_first  # bytes of one micro-batch times all
+    few = 1 if held_once else min(count, 2) if pp == 1 else enough_micro_batches(name, pp, count)
     return PipelineShape(name, pp, virtual, few, chunks, places, len(used), bool(workload.model.num_experts)), used
 
 

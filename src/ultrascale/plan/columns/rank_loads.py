@@ -30,7 +30,6 @@ from ultrascale.plan.layouts import Bools, Floats, Indices
 from ultrascale.schedules.accumulate import accumulate
 from ultrascale.schedules.actions import Action, Kind, splits_backward
 from ultrascale.schedules.build import actions_of_ranks
-from ultrascale.schedules.kinds.interleaved import rounds
 
 BY_TYPE = ("whole", "waits", "forward", "backward", "input")
 """Columns of each type of block: number held, held for W, and running in F, B or I (bytes beyond `whole`)."""
@@ -97,24 +96,9 @@ class Loads(NamedTuple):
         return peaks.reshape(3, len(WHEN), len(PASSES), -1)
 
 
-def enough_micro_batches(schedule: str, pp: int, num_micro_batches: int) -> int:
-    """Smallest number of micro-batches that holds as much memory: from there on a schedule repeats. 1 for schedules that run
-    all forward passes first."""
-    if pp == 1:
-        return min(num_micro_batches, 2)
-    known = SCHEDULES[schedule]
-    if known.forward_first:
-        return 1
-    if known.in_rounds:
-        count = rounds(pp, num_micro_batches)
-        return num_micro_batches if len(count) < 4 else count[2].stop
-    few = (known.warm_up + known.copies - 1) * pp + 2
-    return num_micro_batches if num_micro_batches <= few else few + (num_micro_batches - few) % known.copies
-
-
 @lru_cache(maxsize=4096)
 def loads_of(pipeline: PipelineShape) -> Loads:
-    """Loads of the ranks of a known schedule, with `num_micro_batches` from `enough_micro_batches`."""
+    """Loads of the ranks of a known schedule."""
     name, pp = pipeline.schedule, pipeline.pp
     if pp == 1:
         return loads_of_actions([accumulate(pipeline.num_micro_batches, 0)], pipeline)

@@ -36,7 +36,7 @@ from ultrascale.plan.pipeline.pipeline_activations import peak_activation_bytes
 from ultrascale.plan.time.stage_cut import stage_layers
 from ultrascale.schedules.accumulate import accumulate
 from ultrascale.schedules.actions import Action, Kind, splits_backward
-from ultrascale.schedules.build import build_schedule, is_file, stages_of_ranks
+from ultrascale.schedules.build import build_schedule, enough_micro_batches, is_file, stages_of_ranks
 from ultrascale.schedules.ends import mirror_of, ranks_sharing_embedding, shares_embedding
 from ultrascale.schedules.messages import messages
 from ultrascale.schedules.sharded import sharded
@@ -49,8 +49,6 @@ from ultrascale.work.work import Shape, block_work
 OURS = STACKS["ultrascale"]
 MAX_REPLAYED = 3
 """Micro-batches replayed without a pipeline: the first, one of those between (they are equal), and the last."""
-MAX_IN_FLIGHT = 4
-"""Micro-batches replayed per pipeline stage: more repeat the same bytes. Schedules with all forwards first replay all."""
 WAITING_WEIGHTS = (0.0, 0.5, 1.0, 4.0)
 TIED = "embed_tokens.weight"
 INDEX_BYTES = 8
@@ -386,8 +384,8 @@ def _orders(layout: Layout, count: int, stack: Stack) -> _Orders:
     if layout.pp == 1:
         count = min(count, 1 if stays_whole(stack, layout) else MAX_REPLAYED)
         return _Orders([accumulate(count, layout.zero_stage)], count, False)
-    if (known := layout.known_schedule) and not known.forward_first:
-        count = min(count, MAX_IN_FLIGHT * layout.num_stages)
+    if layout.known_schedule:
+        count = enough_micro_batches(layout.schedule, layout.pp, count)
     build = _pipeline_orders.__wrapped__ if is_file(layout.schedule) else _pipeline_orders  # a file may change
     return build(layout.schedule, layout.pp, count, layout.virtual_stages)
 

@@ -216,7 +216,7 @@ class Tally:
 
 
 def per_step(few: Tally, fewer: Tally, more: int) -> Tally:
-    """Tally of `few` extrapolated by `more` micro-batches; each adds the difference of `few` and `fewer` (one micro-batch)."""
+    """Tally of `few` extrapolated: `more` times the difference of `few` and `fewer` is added."""
     total = Tally(few.layout, few.shape, few.cp_rank)
     total.products = few.products + more * (few.products - fewer.products)
     total.attention = few.attention + more * (few.attention - fewer.attention)
