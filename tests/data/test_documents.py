@@ -372,6 +372,9 @@ def test_linked_folders_are_read_once_and_hidden_names_are_not_read(tmp_path):
         (tmp_path / "in" / link).symlink_to(tmp_path / "elsewhere")
     assert [file.name for file in find_files([tmp_path / "in"], glob="*")] == ["a.txt", "linked/b.txt"]
     assert [file.name for file in find_files([tmp_path / "in"], glob=".n*")] == [".notes.txt"]
+    (tmp_path / "in" / "z.txt").symlink_to("a.txt")
+    (tmp_path / "in" / "linked" / "c.txt").hardlink_to(tmp_path / "elsewhere" / "b.txt")
+    assert [file.name for file in find_files([tmp_path / "in"])] == ["a.txt", "linked/b.txt"]
 
 
 @pytest.mark.catalogue(58)

@@ -78,7 +78,7 @@ def find_files(
 ) -> list[InputFile]:
     """The files named, and those under the folders named whose name matches `glob`, in order of name.
 
-    `exclude`: patterns of file and folder names that are skipped below a folder. Links to folders are followed, to each folder
+    `exclude`: patterns of file and folder names that are skipped below a folder. Links are followed, to each file and folder
     once. `urls`: source URL of each downloaded input. Raises DataError if an input is missing, unreadable, named twice, or
     nothing matches.
     """
@@ -88,15 +88,16 @@ def find_files(
         paths = list(_walk(item, glob, exclude)) if item.is_dir() else [(item, item.name)]
         if not paths:
             raise DataCommandError(str(item), f"holds no file that matches {glob!r}", "Give another folder or --glob.")
-        url = (urls or {}).get(item)
+        url, described = (urls or {}).get(item), dict[tuple[int, int], InputFile]()
         for path, name in paths:
             file, identity = _describe(path, name)
             if url is not None:
                 file = replace(file, url=f"{url}/{name}" if item.is_dir() else url)
             if identity in seen:
                 raise DataCommandError(str(path), "is given twice", "Name every file once; a folder includes its files.")
-            seen.add(identity)
-            files.append(file)
+            described.setdefault(identity, file)  # a folder may hold links to its own files
+        seen |= described.keys()
+        files += described.values()
     files = list(_without_sides(files))
     if not files:
         raise DataCommandError("INPUT", "names no file", "Give files, or folders of them; docs/data.md lists the formats.")
