@@ -196,6 +196,11 @@ def test_qwens_layer_types_say_where_the_window_starts():
     assert "layer_types" in refused(mixed)
 
 
+def test_layer_types_that_transformers_does_not_read_are_refused_and_change_no_window():
+    for types in (["full_attention"] * 2, ["full_attention", "sliding_attention"]):
+        assert "layer_types" in refused(tiny("mixtral", sliding_window=8, layer_types=types))
+
+
 def test_mistral_without_the_key_has_transformers_window_and_null_has_none():
     assert model_from_config({"model_type": "mistral"}).sliding_window == 4096
     assert model_from_config(tiny("mistral", sliding_window=None)).sliding_window is None

@@ -192,7 +192,8 @@ def _read_rope(reader: Reader, kind: str, positions: int) -> Rope:
 
 def _read_window(reader: Reader, kind: str, layers: int) -> dict[str, Any]:
     """Sliding window: Mistral's is on all layers; Qwen's on those from `max_window_layers` on, if enabled."""
-    types = reader.take("layer_types", list, optional=True) if kind != "llama" else None
+    # transformers reads no layer_types of these two, so that a file's are refused as unread.
+    types = reader.take("layer_types", list, optional=True) if kind not in ("llama", "mixtral") else None
     if kind in WITH_LOCAL_ROPE:
         return _read_full_interval(reader, types, layers)
     if kind == "gpt_oss":
