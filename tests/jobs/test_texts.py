@@ -108,6 +108,15 @@ def test_the_shell_reads_the_text_for_ssh_and_the_one_inside_it(capsys):
         assert subprocess.run(["bash", "-n"], input=one, text=True, capture_output=True).stderr == ""
 
 
+def test_a_node_of_several_is_never_taken_for_the_first_one_because_its_number_was_left_out(there, capsys):
+    assert main(["launch", "torchrun", "run.toml", "--nodes", "8"]) == 0
+    assert "next  bash big.torchrun.sh NUMBER FIRST_HOST   on each of 8 nodes\n" in capsys.readouterr().out
+    for words in ([], ["3"]):
+        done = subprocess.run(["bash", "big.torchrun.sh", *words], capture_output=True, text=True)
+        assert done.returncode != 0 and done.stdout == ""
+        assert "is missing: give the number of this node, 0 to 7, and the name of the first node" in done.stderr
+
+
 def test_variables_reach_the_shell_as_they_were_given(capsys):
     told = text(capsys, "torchrun")
     exported = "\n".join(line for line in told.splitlines() if line.startswith("export ") and "nproc" not in line)

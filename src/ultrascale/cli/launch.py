@@ -97,8 +97,9 @@ def command(arguments: list[str]) -> int:
     if options.print:
         print(*texts.values(), end="")
         return 0
+    nodes = num_nodes_of(options.nodes, resolved.launch)
     if options.submit:
-        expect_launcher(launcher, options.nodes if options.nodes is not None else resolved.launch.nodes or 1)
+        expect_launcher(launcher, nodes)
     _expect_unedited(texts, launcher)
     for number, (text_file, text) in enumerate(texts.items()):
         text_file.parent.mkdir(parents=True, exist_ok=True)
@@ -117,7 +118,8 @@ def command(arguments: list[str]) -> int:
             if output:
                 print(output)
         else:
-            print(f"{text_file}\nnext  {shlex.join([*COMMANDS[launcher], str(text_file)])}")
+            each = f" NUMBER FIRST_HOST   on each of {nodes} nodes" if launcher == "torchrun" and nodes > 1 else ""
+            print(f"{text_file}\nnext  {shlex.join([*COMMANDS[launcher], str(text_file)])}{each}")
     return 0
 
 

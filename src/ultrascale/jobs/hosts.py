@@ -12,11 +12,13 @@ from ultrascale.jobs.text import exports, fill, head, quoted, setup, train_words
 def torchrun_text(job: Job, file: Path) -> str:
     """The script that every node runs, with its node rank and the first node's name."""
     if job.nodes == 1:
-        usage = [f"  bash {file}"]
+        usage, arguments = [f"  bash {file}"], "number=0 first=${2:-127.0.0.1}"
     else:
         numbers = (0, 1) if job.nodes == 2 else (0, 1, job.nodes - 1)
         usage = [f"  bash {file} {number:<4} FIRST_HOST" for number in numbers]
-    return fill("torchrun.sh", usage="\n".join(f"# {line}" for line in usage), **_shared(job))
+        missing = f":?is missing: give the number of this node, 0 to {job.nodes - 1}, and the name of the first node"
+        arguments = f'number="${{1{missing}}}" first="${{2{missing}}}"'
+    return fill("torchrun.sh", usage="\n".join(f"# {line}" for line in usage), arguments=arguments, **_shared(job))
 
 
 def ssh_text(job: Job, file: Path) -> str:

@@ -6,7 +6,7 @@
 # Every node must see this folder under the same path. torchrun starts the ranks, sees them die, and starts them again up to
 # @{restarts} times. Ctrl-C or SIGTERM on one node ends that node; the others find out, and the same commands go on.
 set -uo pipefail
-number=${1:-0} first=${2:-127.0.0.1}
+@{arguments}
 cd @{here} || exit 1
 
 @{setup}
