@@ -98,6 +98,11 @@ def test_a_model_that_could_not_be_exported_at_the_end_is_refused_at_the_start_u
     assert resolve(None, TINY | {"model.qk_norm": True, "checkpoint.export": False}).run.model.qk_norm
 
 
+def test_an_evaluation_without_a_corpus_names_the_folders_in_which_held_out_text_was_looked_for():
+    found = problems(evaluation__every_steps=10, data__sources=["missing", "s3://bucket/web"])
+    assert found["evaluation.every_steps"].rule.endswith("names no corpus, and there is no missing/validation")
+
+
 @pytest.mark.catalogue(60)
 def test_numbers_out_of_range_in_several_sections_are_all_told_at_once():
     found = problems(layout__dp=0, model__num_hidden_layers=10**30, steps=0, model__norm_eps="x")

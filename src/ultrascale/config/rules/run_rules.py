@@ -12,7 +12,7 @@ from dataclasses import replace
 from math import frexp, inf
 
 from ultrascale.config.ranges import MOST
-from ultrascale.config.rules.early import validation_folders
+from ultrascale.config.rules.early import STORE_URL, validation_folders
 from ultrascale.config.rules.rule import Rule
 from ultrascale.config.rules.time_limits import time_limit_notes
 from ultrascale.config.rules.trainable import untrainable_layout, untrainable_model
@@ -263,10 +263,12 @@ def _attention(run: Run) -> Iterator[Problem]:
 
 def _evaluation(run: Run) -> Iterator[Problem]:
     """Evaluation has a corpus, and a corpus for evaluation is read."""
-    is_held_out = any(folder.is_dir() for folder in validation_folders(run))  # which `train` takes
-    if run.evaluation.every_steps is not None and not run.data.validation and not is_held_out:
+    held_out = validation_folders(run)  # which `train` takes
+    if run.evaluation.every_steps is not None and not run.data.validation and not any(folder.is_dir() for folder in held_out):
         remedy = "Name a held-out corpus there, or leave evaluation.every_steps out."
-        yield Problem("evaluation.every_steps", "is set, but data.validation names no corpus", remedy)
+        local = [name for name in map(str, held_out) if not STORE_URL.match(name)]
+        nor = f", and there is no {' or '.join(local[:3])}" if local else ""
+        yield Problem("evaluation.every_steps", f"is set, but data.validation names no corpus{nor}", remedy)
     if run.data.validation and run.evaluation.every_steps is None:
         remedy = "Set evaluation.every_steps, or leave data.validation out."
         yield Problem("data.validation", "names a corpus that is never read: evaluation.every_steps is not set", remedy)
