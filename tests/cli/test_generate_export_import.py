@@ -2,7 +2,7 @@ import io
 import json
 from contextlib import redirect_stdout
 from pathlib import Path
-from shutil import copytree
+from shutil import copyfile, copytree
 
 import pytest
 import torch
@@ -221,6 +221,21 @@ def test_import_makes_the_folder_the_start_of_a_run_and_export_gives_the_same_bi
     )
 
 
+def test_import_names_the_files_of_a_chat_model_that_data_were_prepared_without(exported, run_file, capsys):
+    chat, beside = (Path(copytree(exported, run_file.parent / name)) for name in ("chat", "beside"))
+    (chat / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    run_file.write_text(run_file.read_text().replace(f'tokenizer = "{exported}', f'tokenizer = "{beside}'))
+    assert main(["import", str(chat), str(run_file)]) == 0
+    told = capsys.readouterr().err
+    assert f"exports will be without chat_template.jinja of {chat}, which the data were prepared without" in told
+    assert told.endswith(f"copy them beside {beside}/tokenizer.json.\n")
+    copyfile(chat / "chat_template.jinja", beside / "chat_template.jinja")
+    assert main(["import", str(chat), str(run_file), "--name", "kept"]) == 0
+    assert "exports will be" not in capsys.readouterr().err
+    assert main(["export", str(run_file.parent / "out" / "kept"), str(run_file.parent / "again")]) == 0
+    assert (run_file.parent / "again" / "chat_template.jinja").exists()
+
+
 @pytest.mark.parametrize(("text", "code"), [("the model says what the model says", 0), ("quite another text, another text", 2)])
 def test_import_refuses_data_whose_ids_stand_for_other_tokens_than_the_folders(exported, run_file, capsys, text, code):
     home = run_file.parent
@@ -251,6 +266,7 @@ def test_a_chat_model_keeps_its_template_and_the_ends_of_its_texts_from_import_t
     text = run_file.read_text().replace(f"{home}/tokens", f"{home}/prepared").replace("tokenizer =", "# ")
     run_file.write_text(text.replace(str(exported), str(chat)))
     assert main(["import", str(chat), str(run_file)]) == 0
+    assert "exports will be without" not in capsys.readouterr().err
     assert main(["train", str(run_file), "--checkpoint.store", f"file://{home}/store"]) == 0
     for run, folder in ((home / "out" / "continued", home / "again"), (f"file://{home}/store/continued", home / "from-store")):
         assert main(["export", str(run), str(folder)]) == 0

@@ -11,7 +11,9 @@ from ultrascale.cli.terminal.screen import print_json
 from ultrascale.config.resolve import resolve
 from ultrascale.config.rules.trainable import expect_trainable
 from ultrascale.config.train_defaults import train_defaults
+from ultrascale.console import print_line
 from ultrascale.description.architecture.huggingface import from_hf
+from ultrascale.models.files.tokenizer_files import left_behind
 from ultrascale.models.files.weight_files import weight_files
 
 
@@ -40,9 +42,14 @@ def command(arguments: list[str]) -> int:
     run = train_defaults(resolve(path, overrides, require_data=True))[0].run  # as `train` will have it
     expect_trainable(from_hf(source))
     weight_files(source)
+    from ultrascale.train.folder.export import tokenizer_of
     from ultrascale.train.start.trained import import_as_first_checkpoint
 
     checkpoint = import_as_first_checkpoint(source, run)
+    tokenizer = tokenizer_of(run)
+    if left := left_behind(source, tokenizer):
+        rule = f"exports will be without {', '.join(left)} of {source}, which the data were prepared without"
+        print_line(f"note: {rule}; to keep them, copy them beside {tokenizer}.", "stderr")
     if options.json:
         print_json({"source": str(source), "checkpoint": str(checkpoint)}, "import")
     else:

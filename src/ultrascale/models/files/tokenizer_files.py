@@ -55,6 +55,12 @@ def copy_beside(file: Path, folder: Path) -> None:
             (folder / name).unlink(missing_ok=True)
 
 
+def left_behind(source: Path, tokenizer: Path | None) -> list[str]:
+    """Files of a Hugging Face folder that change how `tokenizer` is used, and are not beside it."""
+    names = () if tokenizer is None else _BESIDE[:3]
+    return [name for name in names if (source / name).is_file() and not (tokenizer.parent / name).is_file()]
+
+
 def end_ids(file: Path) -> list[int]:
     """Ids of the tokens that end a text: the tokenizer's own (of a turn, in a chat model), then the usual one of a document."""
     ids, named = _special_ids(file), special_tokens(file)
