@@ -377,6 +377,19 @@ def test_linked_folders_are_read_once_and_hidden_names_are_not_read(tmp_path):
     assert [file.name for file in find_files([tmp_path / "in"])] == ["a.txt", "linked/b.txt"]
 
 
+def test_a_shard_of_many_small_files_is_cut_in_a_time_linear_in_them():
+    class Size(int):
+        additions = 0
+
+        def __radd__(self, other: int) -> int:
+            Size.additions += 1
+            return int(self) + other
+
+    files = [InputFile(Path(f"/{number}.txt"), f"{number}.txt", "text", "", Size(9), 0) for number in range(2000)]
+    shards = cut_shards(files, 9000)
+    assert [len(parts) for parts in shards] == [1000, 1000] and Size.additions < 10 * len(files)
+
+
 @pytest.mark.catalogue(58)
 @pytest.mark.parametrize(
     ("make", "expected"),

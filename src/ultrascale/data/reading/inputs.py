@@ -13,7 +13,7 @@ import stat
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -110,12 +110,13 @@ def cut_shards(files: list[InputFile], shard_bytes: int | None = None) -> list[t
     size = shard_bytes or min(max(total // USUAL_NUM_SHARDS, SMALLEST_SHARD), LARGEST_SHARD)
     shards: list[tuple[FilePart, ...]] = []
     parts: list[FilePart] = []
-    for file in files:
-        for part in _cut_file(file, size):
-            if parts and sum(p.weight_bytes for p in parts) + part.weight_bytes > size:
-                shards.append(tuple(parts))
-                parts = []
-            parts.append(part)
+    weight = 0
+    for part in chain.from_iterable(_cut_file(file, size) for file in files):
+        if parts and weight + part.weight_bytes > size:
+            shards.append(tuple(parts))
+            parts, weight = [], 0
+        parts.append(part)
+        weight += part.weight_bytes
     return [*shards, tuple(parts)]
 
 
