@@ -88,6 +88,15 @@ def test_the_picture_has_the_median_of_the_summary(tmp_path: Path, figures: list
     assert "median 250 after step 3" in labels
 
 
+def test_no_legend_is_placed_by_all_points_of_a_curve(tmp_path: Path, monkeypatch) -> None:
+    def search(*unused: object) -> None:
+        raise AssertionError("takes seconds for a run of weeks, and warns")
+
+    monkeypatch.setattr("matplotlib.legend.Legend._find_best_position", search)
+    write_run(tmp_path)
+    assert {picture.stem for picture in plots.plot_run_folder(tmp_path)} >= {"loss", "tokens_per_second", "noise_scale"}
+
+
 def test_a_run_that_logged_nothing_but_losses_is_reported_too(tmp_path: Path, capsys) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "train/loss": 2.0}\n')
     assert main(["report", str(tmp_path)]) == 0

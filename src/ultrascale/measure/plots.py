@@ -114,7 +114,7 @@ def draw_loss(
     if reference is not None:
         axes.axhline(reference[1], color=INK, linewidth=1, linestyle=(0, (4, 3)), label=f"{reference[0]}, {reference[1]:.2f}")
     _draw_marks(axes, marks, max(steps, default=0))
-    axes.legend(frameon=False)
+    axes.legend(frameon=False, loc="upper right")  # "best" takes seconds, and warns, for a run of weeks
 
 
 def _draw_smoothed(axes: Any, rows: Sequence[Mapping[str, Any]], key: str, label: str) -> list[int]:
@@ -190,7 +190,7 @@ def plot_noise_scale(rows: Sequence[Mapping[str, Any]], path: Path) -> Path:
     axes.plot(*_series(rows, "train/noise_scale_tokens"), color=LINE, linewidth=1.6, label="noise scale")
     axes.plot(steps, batches, color=SECOND, linewidth=1.2, drawstyle="steps-post", label="batch of a step")
     axes.set_yscale("log")
-    axes.legend(frameon=False)
+    axes.legend(frameon=False, loc="upper left")
     return save_figure(figure, path)
 
 
