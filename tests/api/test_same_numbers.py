@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from api.questions import CHECKS, PLANS, RUN, SCHEDULES, TRACES, Question, printed, without_clock
+from numpy import array, int64
 
 import ultrascale as us
 from ultrascale.api.planning.plan_result import Search
@@ -141,6 +142,12 @@ def test_all_wrong_keywords_are_told_at_once():
     with pytest.raises(us.SpecError) as error:
         LOOSE.plan(**TINY, top="x", explain="perhaps", nonsense=1)
     assert [problem.key for problem in error.value.problems] == ["--top", "--explain", "--nonsense"]
+
+
+def test_numbers_and_lists_may_be_those_of_numpy_and_of_a_range():
+    plain = LOOSE.plan(**TINY, seq_len=128, tp=[1, 2], pp=1).command
+    assert LOOSE.plan(**TINY, seq_len=int64(128), tp=array([1, 2]), pp=[int64(1)]).command == plain
+    assert LOOSE.plan(**TINY, seq_len=128, tp=range(1, 3), pp=1).command == plain
 
 
 def test_settings_of_every_shape_reach_the_run():

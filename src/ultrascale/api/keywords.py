@@ -93,6 +93,7 @@ def read_keywords(
 def as_kind(value: Any, kind: Any, key: str, problems: list[Problem]) -> Any:
     """`value` converted to the type of an option; what the command line takes as text may also be given as a Python value."""
     plain = without_none(kind)
+    value = value.tolist() if hasattr(value, "tolist") else [*value] if isinstance(value, range) else value  # numpy's, pandas'
     at = ValueContext(key, "", isinstance(value, str), problems)
     if is_dataclass(plain):
         return _as_dataclass(value, plain, key, problems)
