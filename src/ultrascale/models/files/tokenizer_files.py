@@ -57,8 +57,9 @@ def copy_beside(file: Path, folder: Path) -> None:
 
 def left_behind(source: Path, tokenizer: Path | None) -> list[str]:
     """Files of a Hugging Face folder that change how `tokenizer` is used, and are not beside it."""
-    names = () if tokenizer is None else _BESIDE[:3]
-    return [name for name in names if (source / name).is_file() and not (tokenizer.parent / name).is_file()]
+    if tokenizer is None:
+        return []
+    return [name for name in _BESIDE[:3] if (source / name).is_file() and not (tokenizer.parent / name).is_file()]
 
 
 def end_ids(file: Path) -> list[int]:
