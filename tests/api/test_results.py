@@ -72,12 +72,12 @@ def test_a_package_that_is_not_installed_is_named_with_the_remedy(method, packag
 
 def test_without_pandas_a_report_names_its_own_method_for_the_same_rows(tmp_path, monkeypatch):
     from ultrascale.api.report import Report
-    from ultrascale.measure.summary import summarise
+    from ultrascale.measure.summary import logged_rows, summarise
 
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(ImportError, match=r"; metrics\(\) has the same"):
-        Report(tmp_path, summarise(tmp_path), ()).to_frame()
+        Report(tmp_path, summarise(tmp_path, logged_rows(tmp_path)), ()).to_frame()
 
 
 def test_names_in_a_table_cannot_be_html():

@@ -53,7 +53,7 @@ def test_a_run_folder_becomes_three_pictures(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("\n".join(json.dumps(row) for row in rows) + '\n{"step": 8, "tr')
     timeline = [{"step": i // 4, "phase": "forward", "bytes": {"parameters": 10, "activations": i}} for i in range(16)]
     (tmp_path / "memory.json").write_text(json.dumps({"measured_timeline": timeline, "planned_peak_bytes": 30}))
-    pictures = plot_run_folder(tmp_path, reference_loss=("unigram entropy", 2.5))
+    pictures = plot_run_folder(tmp_path, read_metrics(tmp_path / "metrics.jsonl"), reference_loss=("unigram entropy", 2.5))
     assert [picture.name for picture in pictures] == ["loss.png", "tokens_per_second.png", "memory_by_category.png"]
     assert all(picture.read_bytes()[:4] == PNG for picture in pictures)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from cProfile import Profile
 from pathlib import Path
 from typing import Any
 
@@ -84,14 +85,22 @@ def test_the_speed_is_of_the_last_start_as_one_before_it_may_have_had_another_la
 def test_the_picture_has_the_median_of_the_summary(tmp_path: Path, figures: list[Any]) -> None:
     write_run(tmp_path)
     (tmp_path / "events.jsonl").write_text(json.dumps({"event": "start", "time": 5.0, "step": 3}) + "\n")
-    plots.plot_run_folder(tmp_path)
+    plots.plot_run_folder(tmp_path, plots.read_metrics(tmp_path / "metrics.jsonl"))
     labels = [line.get_label() for figure in figures for line in figure.axes[0].lines]
     assert "median 250 after step 3" in labels
 
 
+def test_the_rows_of_a_run_of_weeks_are_read_once(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    profile = Profile()
+    assert profile.runcall(main, ["report", str(tmp_path), "--html", str(tmp_path / "page.html")]) == 0
+    calls = [call.callcount for call in profile.getstats() if getattr(call.code, "co_name", "") == "read_metrics"]
+    assert calls == [1]
+
+
 def test_no_legend_is_placed_by_all_points_of_a_curve(tmp_path: Path, figures: list[Any]) -> None:
     write_run(tmp_path)  # "best" takes seconds for a run of weeks, and warns
-    plots.plot_run_folder(tmp_path)
+    plots.plot_run_folder(tmp_path, plots.read_metrics(tmp_path / "metrics.jsonl"))
     places = [figure.axes[0].get_legend()._get_loc() for figure in figures]
     assert len(places) >= 3 and Legend.codes["best"] not in places
 

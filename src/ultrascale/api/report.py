@@ -106,16 +106,17 @@ def answer(options: ReportOptions) -> Report:
     """Make the requested report."""
     from ultrascale.measure.plots import plot_run_folder
     from ultrascale.measure.run_marks import marks_of
-    from ultrascale.measure.summary import summarise
+    from ultrascale.measure.summary import logged_rows, summarise
 
     expect_writable(options.html)
-    summary = summarise(options.folder)
+    rows = logged_rows(options.folder)
+    summary = summarise(options.folder, rows)
     try:
-        report = Report(options.folder, summary, tuple(plot_run_folder(options.folder)))
+        report = Report(options.folder, summary, tuple(plot_run_folder(options.folder, rows)))
     except OSError as error:
         report = Report(options.folder, summary, (), f"{error.filename}: {(error.strerror or str(error)).lower()}")
     if options.html is not None:
-        document = run_document(report.lines(), report.metrics(), str(options.folder), marks_of(options.folder))
+        document = run_document(report.lines(), rows, str(options.folder), marks_of(options.folder))
         write_document(options.html, document, ["report", str(options.folder)])
     return report
 

@@ -283,7 +283,8 @@ def _plots(demo: Demo, entropy: float) -> None:
         demo.screen.show("Skipped: matplotlib is not installed (pip install matplotlib).")
         return
     logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it reports its search for fonts
-    written = plot_run_folder(demo.run_folder, into=demo.folder / "plots", reference_loss=("unigram entropy", entropy))
+    rows, into = read_metrics(demo.run_folder / "metrics.jsonl"), demo.folder / "plots"
+    written = plot_run_folder(demo.run_folder, rows, into=into, reference_loss=("unigram entropy", entropy))
     for path in written:
         demo.screen.show(str(path))
     good = len(written) == 3 and all(path.stat().st_size > 0 for path in written)

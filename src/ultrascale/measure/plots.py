@@ -28,13 +28,20 @@ MARK_LETTERS = 50
 """Most characters in a line of a mark's text, which is vertical."""
 
 
-def plot_run_folder(folder: Path, *, into: Path | None = None, reference_loss: tuple[str, float] | None = None) -> list[Path]:
+def plot_run_folder(
+    folder: Path,
+    metrics: Sequence[Mapping[str, Any]],
+    *,
+    into: Path | None = None,
+    reference_loss: tuple[str, float] | None = None,
+) -> list[Path]:
     """Write `loss`, `tokens_per_second`, `noise_scale` and `memory_by_category.png` of the run in `folder`, those with data,
     into its folder `plots`, or `into`.
 
-    `reference_loss`: name and value of a line. Raises ModuleNotFoundError without matplotlib (extra `plot`).
+    `metrics`: rows of its metrics.jsonl. `reference_loss`: name and value of a line. Raises ModuleNotFoundError without
+    matplotlib (extra `plot`).
     """
-    memory, metrics, marks = read_memory(folder), read_metrics(folder / "metrics.jsonl"), marks_of(folder)
+    memory, marks = read_memory(folder), marks_of(folder)
     into = into or folder / "plots"
     into.mkdir(parents=True, exist_ok=True)
     written: list[Path] = []

@@ -47,14 +47,19 @@ class Summary:
         return 100 * (self.planned_peak_bytes - self.measured_peak_bytes) / self.measured_peak_bytes
 
 
-def summarise(folder: Path) -> Summary:
-    """Summary of the run in `folder`. Raises SpecError if no step was logged there, or the files cannot be read."""
+def logged_rows(folder: Path) -> list[dict[str, Any]]:
+    """Rows of metrics.jsonl of the run in `folder`, at least one. Raises SpecError if no step was logged there."""
     metrics = folder / "metrics.jsonl"
     rows = read_metrics(metrics) if metrics.exists() else []
     if not rows:
         remedy = "Give the folder of a run that has trained, such as out/first."
         rule = "has no metrics.jsonl with a step in it" if folder.is_dir() else "there is no such folder"
         raise mistake(str(folder), rule, remedy)
+    return rows
+
+
+def summarise(folder: Path, rows: Sequence[Mapping[str, Any]]) -> Summary:
+    """Summary of the run in `folder`, whose `logged_rows` are `rows`. Raises SpecError if its files cannot be read."""
     return summary_of(rows, read_memory(folder), last_timed_start(folder, rows))
 
 
