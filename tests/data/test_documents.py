@@ -375,6 +375,10 @@ def test_linked_folders_are_read_once_and_hidden_names_are_not_read(tmp_path):
     (tmp_path / "in" / "z.txt").symlink_to("a.txt")
     (tmp_path / "in" / "linked" / "c.txt").hardlink_to(tmp_path / "elsewhere" / "b.txt")
     assert [file.name for file in find_files([tmp_path / "in"])] == ["a.txt", "linked/b.txt"]
+    (tmp_path / "in" / "gone").symlink_to("nowhere")
+    with pytest.raises(DataError, match=r"cannot be read: No such file.*--exclude leaves it out"):
+        find_files([tmp_path / "in"])
+    assert len(find_files([tmp_path / "in"], exclude=("gone",))) == 2
 
 
 def test_a_shard_of_many_small_files_is_cut_in_a_time_linear_in_them():

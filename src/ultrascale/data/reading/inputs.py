@@ -210,7 +210,8 @@ def _describe(path: Path, name: str) -> tuple[InputFile, tuple[int, int]]:
             facts = os.fstat(file.fileno())
     except OSError as error:
         kind = DataCommandError if isinstance(error, (FileNotFoundError, NotADirectoryError)) else DataError
-        raise kind(str(path), f"cannot be read: {error.strerror}", "Check the path and its permissions.") from error
+        remedy = "Check the path and its permissions; of a folder, --exclude leaves it out."
+        raise kind(str(path), f"cannot be read: {error.strerror}", remedy) from error
     kind, compression = kind_of(path)
     if ".mds" in map(str.lower, path.suffixes) and kind != "mds":
         raise DataError(str(path), "is a MDS shard in a compression that is not read here", "Use zstd, gz or none.")
