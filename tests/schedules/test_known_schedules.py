@@ -16,9 +16,9 @@ from ultrascale.description.run import Batch, Run
 from ultrascale.description.schedules import SCHEDULE_ALIASES, SCHEDULES
 from ultrascale.plan.columns.rank_loads import PipelineShape, loads_of
 from ultrascale.plan.layouts import LayoutTable
-from ultrascale.plan.memory import replay
 from ultrascale.schedules.actions import Kind
 from ultrascale.schedules.build import build_schedule, enough_micro_batches, stages_of_ranks
+from ultrascale.schedules.kinds.custom import to_csv
 from ultrascale.trace.planned import planned_rank
 
 KNOWN = pytest.mark.parametrize("one", SCHEDULES.values(), ids=list(SCHEDULES))
@@ -64,16 +64,17 @@ def test_a_few_micro_batches_hold_as_much_as_many(one, pp):
 
 @KNOWN
 @pytest.mark.parametrize("more", [0, 1])
-def test_a_few_micro_batches_tell_the_memory_and_the_messages_of_a_step_of_many(one, more):
+def test_a_few_micro_batches_tell_the_memory_and_the_messages_of_a_step_of_many(one, more, tmp_path):
+    """A schedule from a file is replayed whole."""
     layout = Layout(
         dp=2, zero_stage=2, pp=4, schedule=one.name, virtual_stages=one.stages_a_rank(3), precision="bf16", recompute="full"
     )
     model, count = replace(PRESETS["tiny-llama"], num_hidden_layers=2 * layout.num_stages), 48 + more
     run = Run(model, layout=layout, batch=Batch(sequence_length=64, sequences_per_batch=2 * count))
+    written = tmp_path / "written.csv"
+    written.write_text(to_csv(build_schedule(one.name, 4, count, layout.virtual_stages)))
+    whole = planned_rank(replace(run, layout=replace(layout, schedule=str(written))), 2, "cuda")
     few = planned_rank(run, 2, "cuda")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replay, "enough_micro_batches", lambda name, pp, count: count)
-        whole = planned_rank(run, 2, "cuda")
     assert (few.peak, few.traffic, few.flops) == (whole.peak, whole.traffic, whole.flops)
 
 

@@ -81,7 +81,7 @@ class WaitingBlock:
     action: Action
     """Its I."""
     gradient: Allocation
-    """Of its result, before I."""
+    """Gradient of its result, before I."""
     deferred: list[Deferred] = field(default_factory=list)
     recorded: RecordedBlock | None = None
     """Its tape, if I was applied from a record and left no tensors."""
