@@ -150,8 +150,8 @@ def _keeps_narrow_gates(model: Model, shape: Shape) -> bool:
 def _activated_source(
     model: Model, shape: Shape, read: str, width: int, num_tokens: int, gates: tuple[str, ...]
 ) -> tuple[tuple[Op, ...], GemmInput]:
-    """Source of the GEMM that reads the result of `_activate` on `gates`; a compiler would recompute it."""
-    ops, source = local_source(shape, read, width, num_tokens, cheap=True)
+    """Source of the GEMM that reads the result of `_activate` on `gates`."""
+    ops, source = local_source(shape, read, width, num_tokens)
     if _keeps_narrow_gates(model, shape):
         kept = tuple(f"{gate}_fp8" for gate in gates)
         source = source._replace(saved=kept, recomputed_bytes=num_tokens * width * shape.itemsize)
