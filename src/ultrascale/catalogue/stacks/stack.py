@@ -180,7 +180,7 @@ class Stack:
     (`plan.time.blocks.PartSeconds.tp_beside`), also where nothing else is overlapped."""
     overlaps_expert_parallel: bool = False
     """A forward pass runs beside the backward pass of another micro-batch, and each computes during the other's expert
-    all-to-all (Megatron's overlap_moe_expert_parallel_comm, for pipelines with several stages per rank)."""
+    all-to-all (Megatron's overlap_moe_expert_parallel_comm: without a pipeline, or with several stages per rank)."""
     dispatcher: Literal["alltoall", "deepep", "hybridep"] = "alltoall"
     """Dispatcher of tokens to experts. alltoall: one copy per expert of a token. deepep (nodes), hybridep (racks): a token is
     sent once to each node with some of its experts, and distributed there; within a node, once to each rank."""

@@ -330,8 +330,8 @@ def _hidden_by_pairs(workload: Workload, table: LayoutTable, parts: dict[str, Fl
     """
     if not parts["expert_parallel"].any():
         return np.zeros(len(table))
-    by_program = workload.stack.overlaps_expert_parallel & (table.virtual_stages > 1)
-    paired = (PAIRED[table.schedule] | by_program) & (table.pp > 1)
+    by_program = workload.stack.overlaps_expert_parallel & ((table.virtual_stages > 1) | (table.pp == 1))
+    paired = (PAIRED[table.schedule] & (table.pp > 1)) | by_program
     in_pairs = np.maximum(1 - table.pp / micro_batches, 0.0)
     hidden = np.minimum(parts["expert_parallel"], parts["compute"] + parts["recompute"]) * in_pairs
     return np.where(paired, hidden, 0.0)
