@@ -89,6 +89,9 @@ class Kernels:
     """Few kernels permute tokens into the order of their experts (Megatron's --moe-permute-fusion, DeepEP's)."""
     weighs_before_combining: bool = False
     """Outputs of experts are weighted by their scores on the expert's rank: the returned rows are summed, and not saved."""
+    widens_before_weighing: bool = False
+    """Returned rows are cast to fp32 by an operation of its own before they are weighted, and the copy is saved; else the rows
+    as they came."""
 
 
 @dataclass(frozen=True)
