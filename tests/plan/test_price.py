@@ -16,6 +16,7 @@ from ultrascale.catalogue.stacks.stack_files import STACKS
 from ultrascale.description.architecture.weights import num_parameters
 from ultrascale.description.layout import Layout
 from ultrascale.description.problems import SpecError
+from ultrascale.plan.constants import CONSTANTS
 from ultrascale.plan.layouts import LayoutTable
 from ultrascale.plan.time.price import predict, price
 from ultrascale.plan.time.stage_cut import stage_layers
@@ -137,6 +138,8 @@ def test_a_program_that_pairs_passes_hides_the_experts_traffic_without_a_pipelin
     assert hidden[1] == pytest.approx(shown[1] / 2)  # 16 micro-batches over 8 ranks: half of them are in pairs
     assert hidden[2] == pytest.approx(shown[2] / 2)  # 2 micro-batches: the first forward and the last backward are alone
     assert predict(pairs, several).step_seconds < predict(plain, several).step_seconds
+    slowed, whole = (predict(case, alone).waterfall["compute"] for case in (pairs, plain))
+    assert slowed == pytest.approx(whole + CONSTANTS.overlap_slowdown * hidden[2])  # what is hidden takes SMs from the products
 
 
 def test_layers_left_over_go_to_the_middle_and_are_all_there():

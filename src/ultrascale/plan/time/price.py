@@ -270,7 +270,10 @@ def price_time(
 
     parts = {name: micro_batches * of_slowest(getattr(passes, name)) for name in IN_PASSES}
     parts["compute"] = parts["compute"] + of_slowest(slowed)
-    parts["expert_parallel"] = parts["expert_parallel"] - _hidden_by_pairs(workload, table, parts, micro_batches)
+    hidden = _hidden_by_pairs(workload, table, parts, micro_batches)
+    parts["expert_parallel"] = parts["expert_parallel"] - hidden
+    if workload.stack.overlaps_expert_parallel:  # HAI-LLM's own schedule: `overheads.products` counts the SMs that send
+        parts["compute"] = parts["compute"] + constants.overlap_slowdown * hidden
     parts |= {
         "data_parallel": of_slowest(data_parallel),
         "pipeline_sends": sends,
