@@ -42,8 +42,7 @@ class Kernels:
     dropout: bool = False
     """Dropout masks of one byte per element are saved after attention and MLP."""
     compiled: bool = False
-    """A compiler fuses element-wise operations between GEMMs and recomputes cheap ones: results of norms and activation
-    functions are not saved."""
+    """A compiler fuses element-wise operations between GEMMs; what GEMMs read is saved as without it."""
     joins_projections: bool = False
     """One GEMM computes queries, keys and values, one computes gate and up."""
     value_is_view: bool = False
