@@ -105,6 +105,12 @@ def test_torchtitan_of_2026_asks_for_cudnn_first(gpus: str, is_faster: bool):
     assert (new < 0.95 * old) == is_faster
 
 
+def test_torchtitan_of_2026_gives_windows_and_sinks_to_flex_attention():
+    workload = Workload(preset("gpt-oss-20b"), parse_cluster("8xb200"), 8192, 8, stack=STACKS["torchtitan-2026"])
+    shape = Shape(1, 8192, "bf16", device="cuda")
+    assert attention_kernel(workload, shape, scores_of(workload, shape)) == "flash-2"
+
+
 def test_deterministic_runs_do_without_cudnn():
     stack = with_attention(STACKS["ultrascale"], "auto", deterministic=True)
     assert stack.attention_kernel == "flash-2"

@@ -16,6 +16,7 @@ from ultrascale.catalogue.stacks.stack_files import STACKS
 from ultrascale.description.architecture.weights import num_parameters
 from ultrascale.description.layout import Layout
 from ultrascale.description.problems import SpecError
+from ultrascale.plan.constants import CONSTANTS
 from ultrascale.plan.layouts import LayoutTable
 from ultrascale.plan.time.price import predict, price
 from ultrascale.plan.time.stage_cut import stage_layers
@@ -125,17 +126,20 @@ def test_the_ranks_of_a_pipeline_hold_the_model_once(layout: Layout):
     assert num_parameters(workload.model) * 0.99 <= float((stages.dense_parameters * stages.exists).sum()) <= most
 
 
-def test_a_program_that_pairs_passes_hides_the_experts_traffic_where_a_rank_has_several_stages():
+def test_a_program_that_pairs_passes_hides_the_experts_traffic_without_a_pipeline_and_with_several_stages_a_rank():
     plain = on("256xh100", "qwen3-235b-a22b", sequences=512, length=4096)
     pairs = replace(plain, stack=replace(plain.stack, overlaps_expert_parallel=True))
     one_stage = Layout(dp=32, pp=8, ep=8, precision="bf16", zero_stage=1)
-    several = replace(one_stage, schedule="interleaved", virtual_stages=3)
+    several, alone = replace(one_stage, schedule="interleaved", virtual_stages=3), replace(one_stage, dp=256, pp=1)
     shown, hidden = (
-        [predict(case, way).waterfall["expert_parallel"] for way in (one_stage, several)] for case in (plain, pairs)
+        [predict(case, way).waterfall["expert_parallel"] for way in (one_stage, several, alone)] for case in (plain, pairs)
     )
     assert hidden[0] == shown[0] > 0
     assert hidden[1] == pytest.approx(shown[1] / 2)  # 16 micro-batches over 8 ranks: half of them are in pairs
+    assert hidden[2] == pytest.approx(shown[2] / 2)  # 2 micro-batches: the first forward and the last backward are alone
     assert predict(pairs, several).step_seconds < predict(plain, several).step_seconds
+    slowed, whole = (predict(case, alone).waterfall["compute"] for case in (pairs, plain))
+    assert slowed == pytest.approx(whole + CONSTANTS.overlap_slowdown * hidden[2])  # what is hidden takes SMs from the products
 
 
 def test_layers_left_over_go_to_the_middle_and_are_all_there():

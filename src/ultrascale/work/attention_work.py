@@ -170,7 +170,7 @@ def _latent_heads(model: Model, layer: int, shape: Shape) -> tuple[tuple[Op, ...
     narrow, query_width = model.kv_lora_rank or 0, heads * (nope + rope)
     ops: list[Op] = []
     bf16 = without_fp8(shape) if shape.kernels.own_fp8 else shape  # low-rank projections stay in bf16
-    saved, source = local_source(bf16, "attention_in", d, m, cheap=True)
+    saved, source = local_source(bf16, "attention_in", d, m)
     ops += saved
     if model.q_lora_rank is None:
         gather, wide = column_source(shape, "attention_in", d)

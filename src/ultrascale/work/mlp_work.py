@@ -150,8 +150,8 @@ def _keeps_narrow_gates(model: Model, shape: Shape) -> bool:
 def _activated_source(
     model: Model, shape: Shape, read: str, width: int, num_tokens: int, gates: tuple[str, ...]
 ) -> tuple[tuple[Op, ...], GemmInput]:
-    """Source of the GEMM that reads the result of `_activate` on `gates`; a compiler would recompute it."""
-    ops, source = local_source(shape, read, width, num_tokens, cheap=True)
+    """Source of the GEMM that reads the result of `_activate` on `gates`."""
+    ops, source = local_source(shape, read, width, num_tokens)
     if _keeps_narrow_gates(model, shape):
         kept = tuple(f"{gate}_fp8" for gate in gates)
         source = source._replace(saved=kept, recomputed_bytes=num_tokens * width * shape.itemsize)
@@ -318,10 +318,14 @@ def _combine(model: Model, shape: Shape, make: str, n: int, sent: int, gathered:
     weighed = shape.kernels.weighs_before_combining
     cut_over_tp = shape.tp > 1 and not shape.shards_sequence
     total = Activation(f"{make}_cut" if cut_over_tp else make, summed)
+    wide = shape.wide_itemsize // a
+    if widened := shape.kernels.widens_before_weighing and wide > 1:
+        ops.append(moved("mlp.widen", "elementwise", (name,), Activation("wide_rows", returned * wide),
+                         moved_bytes=(1 + wide) * returned))  # fmt: skip
+        name = "wide_rows"
     saves = ("permuted_rows",) if weighed else (name, "scores", "permuted_rows")
     # Backward: each row's gradient, its result, and their product, all wide, before the first is rounded.
-    wide = shape.wide_itemsize // a
-    room = 0 if weighed else returned * ((3 if wide > 1 else 2) * wide - 1)
+    room = 0 if weighed or widened else returned * ((3 if wide > 1 else 2) * wide - 1)
     sums = 0 if weighed else 2 * wide * summed  # forward: the sum and the summand, both wide
     ops.append(
         Op("mlp.unpermute", "permute", (name,) if weighed else (name, "scores"), (total,), saves, moved_bytes=returned + summed,

@@ -157,10 +157,10 @@ def narrow_bytes(shape: Shape, elements: int) -> int:
 
 
 def local_source(
-    shape: Shape, read: str, width: int, num_tokens: int, *, cheap: bool = False, again: bool = False
+    shape: Shape, read: str, width: int, num_tokens: int, *, again: bool = False
 ) -> tuple[tuple[Op, ...], GemmInput]:
-    """Source of a GEMM whose input is already on this rank, and its operations. `cheap`: a compiler would recompute it.
-    `again`: it is saved unquantised, and quantised again for the weight's gradient."""
+    """Source of a GEMM whose input is already on this rank, and its operations. torch's compiler saves it too: it recomputes
+    nothing that the weight's gradient reads. `again`: it is saved unquantised, and quantised again for that gradient."""
     num_bytes = num_tokens * width * shape.itemsize
     if shape.precision in NARROW:
         narrow = Activation(f"{read}_fp8", narrow_bytes(shape, num_tokens * width))
@@ -169,19 +169,16 @@ def local_source(
         op = Op(f"{read}.quantise", "elementwise", (), (narrow,), moved_bytes=moves, backward_moved_bytes=moves if again else 0,
                 scratch_bytes=quotient)  # fmt: skip
         return (op,), GemmInput(read, (read,), narrow.num_bytes) if again else GemmInput(read, (narrow.name,), in_fp8=True)
-    if cheap and shape.kernels.compiled:
-        return (), GemmInput(read, (), num_bytes)
     return (), GemmInput(read, (read,))
 
 
 def column_source(shape: Shape, read: str, width: int, *, projections: int = 1) -> tuple[tuple[Op, ...], GemmInput]:
-    """Source of column-parallel GEMMs of `read` [outer tokens, width], with the part that is saved; norms produce it, so it is
-    cheap.
+    """Source of column-parallel GEMMs of `read` [outer tokens, width], with the part that is saved.
 
     `projections`: number of weights that multiply it."""
     scales = column_scales(shape, "tp", shape.num_tokens, 1, projections)
     if not shape.shards_sequence:
-        ops, source = local_source(shape, read, width, shape.num_tokens, cheap=True)
+        ops, source = local_source(shape, read, width, shape.num_tokens)
         if shape.tp > 1:
             whole = shape.num_tokens * width * shape.itemsize
             source = source._replace(collectives=(Collective("all_reduce", "tp", whole, "backward", "product"), *scales))
@@ -195,7 +192,7 @@ def column_source(shape: Shape, read: str, width: int, *, projections: int = 1) 
     if shape.precision == "fp8" and shape.fp8_scaling == "row" and shape.kernels.own_fp8:
         traffic.append(Collective("all_gather", "tp", shape.num_tokens * SCALE_BYTES, "forward"))
     if shape.kernels.gathers_again:
-        ops, source = local_source(shape, read, width, shape.outer_tokens, cheap=True)
+        ops, source = local_source(shape, read, width, shape.outer_tokens)
         traffic.append(Collective("all_gather", "tp", narrow, "backward", "product"))
         source = GemmInput(gathered, source.saved, narrow, in_fp8=source.in_fp8)
     else:

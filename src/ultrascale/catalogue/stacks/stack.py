@@ -42,8 +42,7 @@ class Kernels:
     dropout: bool = False
     """Dropout masks of one byte per element are saved after attention and MLP."""
     compiled: bool = False
-    """A compiler fuses element-wise operations between GEMMs and recomputes cheap ones: results of norms and activation
-    functions are not saved."""
+    """A compiler fuses element-wise operations between GEMMs; what GEMMs read is saved as without it."""
     joins_projections: bool = False
     """One GEMM computes queries, keys and values, one computes gate and up."""
     value_is_view: bool = False
@@ -89,6 +88,9 @@ class Kernels:
     """Few kernels permute tokens into the order of their experts (Megatron's --moe-permute-fusion, DeepEP's)."""
     weighs_before_combining: bool = False
     """Outputs of experts are weighted by their scores on the expert's rank: the returned rows are summed, and not saved."""
+    widens_before_weighing: bool = False
+    """Returned rows are cast to fp32 by an operation of its own before they are weighted, and the copy is saved; else the rows
+    as they came."""
 
 
 @dataclass(frozen=True)
@@ -180,7 +182,7 @@ class Stack:
     (`plan.time.blocks.PartSeconds.tp_beside`), also where nothing else is overlapped."""
     overlaps_expert_parallel: bool = False
     """A forward pass runs beside the backward pass of another micro-batch, and each computes during the other's expert
-    all-to-all (Megatron's overlap_moe_expert_parallel_comm, for pipelines with several stages per rank)."""
+    all-to-all (Megatron's overlap_moe_expert_parallel_comm: without a pipeline, or with several stages per rank)."""
     dispatcher: Literal["alltoall", "deepep", "hybridep"] = "alltoall"
     """Dispatcher of tokens to experts. alltoall: one copy per expert of a token. deepep (nodes), hybridep (racks): a token is
     sent once to each node with some of its experts, and distributed there; within a node, once to each rank."""

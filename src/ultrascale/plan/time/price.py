@@ -270,7 +270,10 @@ def price_time(
 
     parts = {name: micro_batches * of_slowest(getattr(passes, name)) for name in IN_PASSES}
     parts["compute"] = parts["compute"] + of_slowest(slowed)
-    parts["expert_parallel"] = parts["expert_parallel"] - _hidden_by_pairs(workload, table, parts, micro_batches)
+    hidden = _hidden_by_pairs(workload, table, parts, micro_batches)
+    parts["expert_parallel"] = parts["expert_parallel"] - hidden
+    if workload.stack.overlaps_expert_parallel:  # HAI-LLM's own schedule: `overheads.products` counts the SMs that send
+        parts["compute"] = parts["compute"] + constants.overlap_slowdown * hidden
     parts |= {
         "data_parallel": of_slowest(data_parallel),
         "pipeline_sends": sends,
@@ -330,8 +333,8 @@ def _hidden_by_pairs(workload: Workload, table: LayoutTable, parts: dict[str, Fl
     """
     if not parts["expert_parallel"].any():
         return np.zeros(len(table))
-    by_program = workload.stack.overlaps_expert_parallel & (table.virtual_stages > 1)
-    paired = (PAIRED[table.schedule] | by_program) & (table.pp > 1)
+    by_program = workload.stack.overlaps_expert_parallel & ((table.virtual_stages > 1) | (table.pp == 1))
+    paired = (PAIRED[table.schedule] & (table.pp > 1)) | by_program
     in_pairs = np.maximum(1 - table.pp / micro_batches, 0.0)
     hidden = np.minimum(parts["expert_parallel"], parts["compute"] + parts["recompute"]) * in_pairs
     return np.where(paired, hidden, 0.0)
