@@ -69,7 +69,8 @@ def halves_of(model: Model, layout: Layout, stage: int) -> tuple[float, float, f
     shape = rank_shape(layout, LENGTH, documents=False, device="cuda")
     rank = layout.world_size // layout.pp * (stage if stage < layout.pp else 2 * layout.pp - 1 - stage)
     at = Coordinates.of(layout, rank)
-    ledger, tally = Ledger(), Listed(layout, shape, 0)
+    ledger = Ledger(keeps_timeline=True)  # applies no records of blocks, whose operations a tally does not see
+    tally = Listed(layout, shape, 0)
     replay = StageReplay(ledger, tally, model, stage_parts(model, layout, LENGTH, at)[stage], at, splits=True)
     workload = Workload(model, CLUSTER, LENGTH, 16, STACK)
     derate = product_derate(workload, CONSTANTS)
