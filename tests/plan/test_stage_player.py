@@ -89,8 +89,19 @@ TWO_A_BUCKET = Layout(
 """I leaves gradients of norms in a bucket beside cast ones, which its other block finds."""
 
 
+NARROW = replace(preset("tiny-llama"), num_hidden_layers=20, intermediate_size=64, vocab_size=256)
+"""What W gathers of a block, or of the head, counts beside those that follow."""
+
+
 @given(deep_models())
 @settings(max_examples=60, deadline=None)
+@example(
+    (
+        NARROW,
+        Layout(tp=4, pp=2, schedule="zb-v", virtual_stages=2, precision="bf16"),
+        {"sequence_length": 64, "sequences_per_batch": 8, "rank": 4},
+    )
+)
 @example((
     replace(preset("tiny-llama"), num_hidden_layers=20), TWO_A_BUCKET,
     {"sequence_length": 64, "sequences_per_batch": 16, "stack": STACKS["transformers"], "rank": 4},

@@ -62,19 +62,20 @@ def test_a_few_micro_batches_hold_as_much_as_many(one, pp):
     assert rows[0].rows.tolist() == rows[1].rows.tolist(), held
 
 
+BF16 = Layout(dp=2, zero_stage=2, pp=4, precision="bf16", recompute="full")
+
+
 @KNOWN
-@pytest.mark.parametrize("more", [0, 1])
-def test_a_few_micro_batches_tell_the_memory_and_the_messages_of_a_step_of_many(one, more, tmp_path):
-    """A schedule from a file is replayed whole."""
-    layout = Layout(
-        dp=2, zero_stage=2, pp=4, schedule=one.name, virtual_stages=one.stages_a_rank(3), precision="bf16", recompute="full"
-    )
-    model, count = replace(PRESETS["tiny-llama"], num_hidden_layers=2 * layout.num_stages), 48 + more
-    run = Run(model, layout=layout, batch=Batch(sequence_length=64, sequences_per_batch=2 * count))
+@pytest.mark.parametrize(("count", "base", "rank"), [(48, BF16, 2), (49, BF16, 2), (31, Layout(pp=4), 2)])
+def test_a_few_micro_batches_tell_the_memory_and_the_messages_of_a_step_of_many(one, count, base, rank, tmp_path):
+    """A schedule from a file is replayed whole. 31: rounds of interleaved stages, of 5 and of 4, meet in the middle."""
+    layout = replace(base, schedule=one.name, virtual_stages=one.stages_a_rank(3))
+    model = replace(PRESETS["tiny-llama"], num_hidden_layers=12 if one.in_rounds else 2 * layout.num_stages)
+    run = Run(model, layout=layout, batch=Batch(sequence_length=64, sequences_per_batch=base.dp * count))
     written = tmp_path / "written.csv"
     written.write_text(to_csv(build_schedule(one.name, 4, count, layout.virtual_stages)))
-    whole = planned_rank(replace(run, layout=replace(layout, schedule=str(written))), 2, "cuda")
-    few = planned_rank(run, 2, "cuda")
+    whole = planned_rank(replace(run, layout=replace(layout, schedule=str(written))), rank, "cuda")
+    few = planned_rank(run, rank, "cuda")
     assert (few.peak, few.traffic, few.flops) == (whole.peak, whole.traffic, whole.flops)
 
 

@@ -84,8 +84,10 @@ def enough_micro_batches(name: str, pp: int, num_micro_batches: int) -> int:
     if known.forward_first:
         return num_micro_batches
     if known.in_rounds:
-        count = rounds(pp, num_micro_batches)
-        return num_micro_batches if len(count) < 4 else count[2].stop
+        sizes = [len(micro_batches) for micro_batches in rounds(pp, num_micro_batches)]
+        num_larger = sum(size > sizes[-1] for size in sizes)  # the first ones
+        few = sum(sizes[:num_larger][:3]) + sum(sizes[num_larger:][:3])
+        return num_micro_batches if len(sizes) <= 6 else few
     few = (known.warm_up + known.copies - 1) * pp + 2
     return num_micro_batches if num_micro_batches <= few else few + (num_micro_batches - few) % known.copies
 

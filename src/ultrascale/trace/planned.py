@@ -71,8 +71,9 @@ def planned_rank(run: Run, rank: int, device: Kind) -> Planned:
     tally = plan.tally
     if plan.num_replayed < count:
         copies = layout.known_schedule.copies if layout.known_schedule else 1  # micro-batches enter at both ends of DualPipe
-        fewer = _plan(run, rank, device, plan.num_replayed - copies).tally
-        tally = per_step(tally, fewer, (count - plan.num_replayed) // copies)
+        fewer = _plan(run, rank, device, plan.num_replayed - copies)
+        assert fewer.num_replayed == plan.num_replayed - copies, fewer.num_replayed
+        tally = per_step(tally, fewer.tally, (count - plan.num_replayed) // copies)
     for key, num_bytes in _once_a_step(run, rank):
         tally.send(*key, num_bytes)
     matrices = _matrices(run, rank)

@@ -223,12 +223,14 @@ class StageReplay(BlockWalk):
     def _weight_gradients(self, deferred: Sequence[Deferred]) -> None:
         whole: tuple[Allocation, Allocation] | None = None  # the tensor gathered last: its source and result
         for gradient in deferred:
+            if isinstance(gradient, WaitingBlock) or whole is None or whole[0] is not gradient.source:
+                self.ledger.release_all([] if whole is None else [whole[1]])
+                whole = None
             if isinstance(gradient, WaitingBlock):
                 self._weight_gradients_of_block(gradient)
                 continue
-            if whole is None or whole[0] is not gradient.source:
-                self.ledger.release_all([] if whole is None else [whole[1]])
-                whole = (gradient.source, self._gather_for_weight_gradient(gradient)) if gradient.gathered_bytes else None
+            if whole is None and gradient.gathered_bytes:
+                whole = gradient.source, self._gather_for_weight_gradient(gradient)
             self.ledger.touch("temporary", "scratch", gradient.scratch_bytes)
             if not self.shards.adds_in_place(*self.work.by_name[gradient.name]):
                 self.gradients.arrive(gradient.name, self.gradients.make(gradient.name))
