@@ -227,7 +227,7 @@ def test_import_names_the_files_of_a_chat_model_that_data_were_prepared_without(
     run_file.write_text(run_file.read_text().replace(f'tokenizer = "{exported}', f'tokenizer = "{beside}'))
     assert main(["import", str(chat), str(run_file)]) == 0
     told = capsys.readouterr().err
-    assert f"exports will be without chat_template.jinja of {chat}, which the data were prepared without" in told
+    assert f"exports will be without the chat_template.jinja of {chat}, which the data were prepared without" in told
     assert told.endswith(f"copy them beside {beside}/tokenizer.json.\n")
     copyfile(chat / "chat_template.jinja", beside / "chat_template.jinja")
     assert main(["import", str(chat), str(run_file), "--name", "kept"]) == 0

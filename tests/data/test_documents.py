@@ -376,9 +376,20 @@ def test_linked_folders_are_read_once_and_hidden_names_are_not_read(tmp_path):
     (tmp_path / "in" / "linked" / "c.txt").hardlink_to(tmp_path / "elsewhere" / "b.txt")
     assert [file.name for file in find_files([tmp_path / "in"])] == ["a.txt", "linked/b.txt"]
     (tmp_path / "in" / "gone").symlink_to("nowhere")
-    with pytest.raises(DataError, match=r"cannot be read: No such file.*--exclude leaves it out"):
+    with pytest.raises(DataError, match=r"cannot be read: No such file.*leave it out of its folder: --exclude"):
         find_files([tmp_path / "in"])
     assert len(find_files([tmp_path / "in"], exclude=("gone",))) == 2
+
+
+def test_a_file_that_a_link_names_in_another_format_is_not_read_by_either(tmp_path):
+    """As in the Hub's cache, whose blobs have no suffix and come first."""
+    for name in ("blobs", "snapshots"):
+        (tmp_path / name).mkdir()
+    blob = write(tmp_path / "blobs", "0a1b", b'{"text": "a"}\n')
+    (tmp_path / "snapshots" / "train.jsonl").symlink_to(blob)
+    with pytest.raises(DataError, match=r"train.jsonl: is .*0a1b by a link, and their names tell different formats"):
+        find_files([tmp_path])
+    assert [file.kind for file in find_files([tmp_path], exclude=("blobs",))] == ["jsonl"]
 
 
 def test_a_shard_of_many_small_files_is_cut_in_a_time_linear_in_them():

@@ -12,7 +12,7 @@ from ultrascale.jobs.text import exports, fill, head, quoted, setup, train_words
 def torchrun_text(job: Job, file: Path) -> str:
     """The script that every node runs, with its node rank and the first node's name."""
     if job.nodes == 1:
-        usage, arguments = [f"  bash {file}"], "number=0 first=${2:-127.0.0.1}"
+        usage, arguments = [f"  bash {file}"], "number=0 first=127.0.0.1"
     else:
         numbers = (0, 1) if job.nodes == 2 else (0, 1, job.nodes - 1)
         usage = [f"  bash {file} {number:<4} FIRST_HOST" for number in numbers]

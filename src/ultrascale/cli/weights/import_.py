@@ -48,7 +48,7 @@ def command(arguments: list[str]) -> int:
     checkpoint = import_as_first_checkpoint(source, run)
     tokenizer = tokenizer_of(run)
     if left := left_behind(source, tokenizer):
-        rule = f"exports will be without {', '.join(left)} of {source}, which the data were prepared without"
+        rule = f"exports will be without the {', '.join(left)} of {source}, which the data were prepared without"
         print_line(f"note: {rule}; to keep them, copy them beside {tokenizer}.", "stderr")
     if options.json:
         print_json({"source": str(source), "checkpoint": str(checkpoint)}, "import")

@@ -267,7 +267,7 @@ def _evaluation(run: Run) -> Iterator[Problem]:
     if run.evaluation.every_steps is not None and not run.data.validation and not any(folder.is_dir() for folder in held_out):
         remedy = "Name a held-out corpus there, or leave evaluation.every_steps out."
         local = [name for name in map(str, held_out) if not STORE_URL.match(name)]
-        nor = f", and there is no {' or '.join(local[:3])}" if local else ""
+        nor = f", and there is no {' or '.join(local[:3] + ['others'] * (len(local) > 3))}" if local else ""
         yield Problem("evaluation.every_steps", f"is set, but data.validation names no corpus{nor}", remedy)
     if run.data.validation and run.evaluation.every_steps is None:
         remedy = "Set evaluation.every_steps, or leave data.validation out."

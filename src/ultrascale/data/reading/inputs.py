@@ -95,7 +95,10 @@ def find_files(
                 file = replace(file, url=f"{url}/{name}" if item.is_dir() else url)
             if identity in seen:
                 raise DataCommandError(str(path), "is given twice", "Name every file once; a folder includes its files.")
-            described.setdefault(identity, file)  # a folder may hold links to its own files
+            first = described.setdefault(identity, file)  # a folder may hold links to its own files
+            if (first.kind, first.compression) != (file.kind, file.compression):
+                rule = f"is {first.path} by a link, and their names tell different formats"
+                raise DataCommandError(str(path), rule, "Leave one of them out: --glob or --exclude.")
         seen |= described.keys()
         files += described.values()
     files = list(_without_sides(files))
@@ -210,7 +213,7 @@ def _describe(path: Path, name: str) -> tuple[InputFile, tuple[int, int]]:
             facts = os.fstat(file.fileno())
     except OSError as error:
         kind = DataCommandError if isinstance(error, (FileNotFoundError, NotADirectoryError)) else DataError
-        remedy = "Check the path and its permissions; of a folder, --exclude leaves it out."
+        remedy = "Check the path and its permissions, or leave it out of its folder: --exclude NAME."
         raise kind(str(path), f"cannot be read: {error.strerror}", remedy) from error
     kind, compression = kind_of(path)
     if ".mds" in map(str.lower, path.suffixes) and kind != "mds":

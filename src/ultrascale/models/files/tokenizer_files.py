@@ -56,10 +56,12 @@ def copy_beside(file: Path, folder: Path) -> None:
 
 
 def left_behind(source: Path, tokenizer: Path | None) -> list[str]:
-    """Files of a Hugging Face folder that change how `tokenizer` is used, and are not beside it."""
+    """Files of a Hugging Face folder that change how `tokenizer` is used, and are not beside it. Exports have a
+    `tokenizer_config.json` of their own then."""
+    names = [name for name in _BESIDE if name.endswith((".jinja", "_config.json", "_map.json"))]
     if tokenizer is None:
         return []
-    return [name for name in _BESIDE[:3] if (source / name).is_file() and not (tokenizer.parent / name).is_file()]
+    return [name for name in names if (source / name).is_file() and not (tokenizer.parent / name).is_file()]
 
 
 def end_ids(file: Path) -> list[int]:

@@ -70,7 +70,7 @@ class RecordedBlock:
     """A block whose forward pass was applied from a record: the ledger counts its bytes."""
 
     block_input: Allocation
-    offloaded: list[Allocation] = field(default_factory=list)
+    """Made again for passes without a record."""
 
 
 @dataclass

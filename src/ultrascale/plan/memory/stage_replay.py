@@ -70,6 +70,16 @@ class CheckpointedBlock:
 BlockTape = Tape | CheckpointedBlock | RecordedBlock
 
 
+class RepeatedBlock(NamedTuple):
+    """A block that equals an earlier one of its stage."""
+
+    key: Hashable
+    """What its passes depend on beside the state of the buckets `near`. Its input and its gradients have the labels of those
+    of other blocks of the kind: a block's last operation is a sum with the residual stream."""
+    near: list[Bucket]
+    """Buckets that its passes read or change."""
+
+
 class BlockRecord(NamedTuple):
     """Effect of a pass of a block on the ledger and the tally, its result, and the buckets' tensors afterwards."""
 
@@ -134,9 +144,8 @@ class StageReplay(BlockWalk):
         plain = ledger.keeps_timeline or layout.offload_activations
         self._repeated = {} if plain else self._repeated_blocks()
 
-    def _repeated_blocks(self) -> dict[int, tuple[Hashable, list[Bucket]]]:
-        """Blocks that equal an earlier one of the stage: what their passes depend on beside the state, and the buckets that
-        those change."""
+    def _repeated_blocks(self) -> dict[int, RepeatedBlock]:
+        """Blocks that equal an earlier one of the stage, by number."""
         blocks, buckets, repeated, seen = self.work, self.shards.buckets, {}, set[Hashable]()
         for layer in self.part.layers:
             ops = blocks.block(layer)
@@ -145,8 +154,12 @@ class StageReplay(BlockWalk):
                 read = [bucket for bucket in (blocks.bucket(layer), blocks.experts(layer, ops)[0]) if bucket is not None]
                 places = sorted({place for bucket in read for place in (buckets.index(bucket) - 1, buckets.index(bucket))})
                 near = [buckets[place] for place in places]
-                sizes = tuple((bucket.label, bucket.ranks, self.shards.sizes[bucket]) for bucket in near)
-                repeated[layer] = (kind, blocks.is_first(layer), blocks.is_last(layer), 0 in places, sizes), near
+                sizes = tuple(
+                    (bucket.label, bucket.ranks, self.shards.sizes[bucket], tuple(weight.numel for weight in bucket.weights))
+                    for bucket in near
+                )
+                key = kind, blocks.is_first(layer), blocks.is_last(layer), 0 in places, sizes
+                repeated[layer] = RepeatedBlock(key, near)
             seen.add(kind)
         return repeated
 
@@ -221,6 +234,7 @@ class StageReplay(BlockWalk):
         self.shards.end_backward()
 
     def _weight_gradients(self, deferred: Sequence[Deferred]) -> None:
+        """Compute deferred gradients, in order."""
         whole: tuple[Allocation, Allocation] | None = None  # the tensor gathered last: its source and result
         for gradient in deferred:
             if isinstance(gradient, WaitingBlock) or whole is None or whole[0] is not gradient.source:
@@ -307,12 +321,13 @@ class StageReplay(BlockWalk):
         return replace(hidden) if record is None else self._apply(layer, record)
 
     def _record_key(self, layer: int, tensor: Allocation | None, *of_pass: Hashable) -> Hashable:
-        """Key of a block's pass that reads `tensor`; None if it is replayed every time."""
+        """Key of a block's pass that reads `tensor`; None if it is replayed every time. `of_pass`: nothing for F, "weights" for
+        W, for B and I whether it is I, and the marks of the action."""
         if layer not in self._repeated or (tensor is not None and tensor.holders > 1):
             return None
-        fixed, near = self._repeated[layer]
+        block = self._repeated[layer]
         read = None if tensor is None else (tensor.category, tensor.label)
-        return fixed, of_pass, read, self.shards.state(near), self._state_of_gradients()
+        return block.key, of_pass, read, self.shards.state(block.near), self._state_of_gradients()
 
     def _state_of_gradients(self) -> Hashable:
         return self.gradients.state(), len(self._shares), len(self._joined_gradients)
@@ -321,22 +336,23 @@ class StageReplay(BlockWalk):
         """Replay a pass of a block, and record it unless its key has an entry."""
         if key in self._records:
             return run()
-        near, counted = self._repeated[layer][1], self.tally.counted()
+        near, counted = self._repeated[layer].near, self.tally.counted()
         before, others = self.shards.state(near), self._state_of_gradients()
         with self.ledger.recording() as effect:
             result = run()
-        snapshot, made = self.shards.snapshot(before, near), None
-        repeats = snapshot is not None and others == self._state_of_gradients()
-        if result is not None:
-            repeats, made = repeats and result.holders == 1, (result.category, result.label, result.num_bytes)
-        record = BlockRecord(effect, self.tally.since(counted), made, snapshot, self.work.block(layer)) if snapshot else None
-        self._records[key] = record if repeats else None
+        snapshot = self.shards.snapshot(before, near)
+        if snapshot is None or others != self._state_of_gradients() or (result is not None and result.holders > 1):
+            self._records[key] = None
+        else:
+            made = None if result is None else (result.category, result.label, result.num_bytes)
+            self._records[key] = BlockRecord(effect, self.tally.since(counted), made, snapshot, self.work.block(layer))
         return result
 
     def _apply(self, layer: int, record: BlockRecord) -> Allocation:
+        """Apply a record. Returns the pass's result; for W, which has none, nothing of no bytes."""
         self.ledger.apply(record.effect)
         self.tally.add(record.counts)
-        self.shards.restore(record.buckets, self._repeated[layer][1])
+        self.shards.restore(record.buckets, self._repeated[layer].near)
         return Allocation(*(record.result or ("", "", 0)))
 
     def _replay_forward(self, layer: int, hidden: Allocation, coming: Allocation | None = None) -> Allocation:
@@ -390,6 +406,8 @@ class StageReplay(BlockWalk):
     def _prefetch(self, *tapes: BlockTape) -> None:
         """Bring the blocks' saved tensors back to the device, and cancel offloads still in progress."""
         for tape in tapes:
+            if isinstance(tape, RecordedBlock):  # nothing is offloaded where records are applied
+                continue
             for allocation in tape.offloaded:
                 self.ledger.bring_back(allocation)
             self._leaving = [offloaded for offloaded in self._leaving if offloaded is not tape.offloaded]

@@ -272,7 +272,7 @@ def price_time(
     parts["compute"] = parts["compute"] + of_slowest(slowed)
     hidden = _hidden_by_pairs(workload, table, parts, micro_batches)
     parts["expert_parallel"] = parts["expert_parallel"] - hidden
-    if workload.stack.overlaps_expert_parallel:  # HAI-LLM's own schedule: `overheads.products` counts the SMs that send
+    if workload.stack.overlaps_expert_parallel:  # not of DualPipe's pairs: HAI-LLM's `overheads.products` has the SMs that send
         parts["compute"] = parts["compute"] + constants.overlap_slowdown * hidden
     parts |= {
         "data_parallel": of_slowest(data_parallel),
