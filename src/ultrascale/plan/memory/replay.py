@@ -7,8 +7,8 @@
 A formula that adds up parts misses the peak, where some activations are already freed and some gradients not yet allocated.
 The replay follows `models.decoder`, autograd's order of release, `parallel.activations.recompute` and FSDP2
 (`plan.memory.sharding`); other trainers by their stack files (`catalogue.stacks.stack`). It costs a fraction of a
-millisecond a layer. Not included: workspace of kernels, fragmentation, the CUDA context and NCCL; the planner leaves headroom for
-those.
+millisecond a layer. Not included: workspace of kernels, fragmentation, the CUDA context and NCCL; the planner leaves headroom
+for those.
 """
 
 from __future__ import annotations
