@@ -74,8 +74,8 @@ class RepeatedBlock(NamedTuple):
     """A block that equals an earlier one of its stage."""
 
     key: Hashable
-    """What its passes depend on beside the state of the buckets `near`. Its input and its gradients have the labels of those
-    of other blocks of the kind: a block's last operation is a sum with the residual stream."""
+    """Everything that its passes depend on beside the state of the buckets `near`. Its input and its gradients have the labels
+    of those of other blocks of the kind: a block's last operation is a sum with the residual stream."""
     near: list[Bucket]
     """Buckets that its passes read or change."""
 
