@@ -165,7 +165,7 @@ class StageReplay(BlockWalk):
 
     def state(self) -> tuple[Hashable, ...]:
         """State that the next pass depends on: the buckets, and gradients that have not reached them."""
-        return self.shards.state(), self.gradients.state(), len(self._shares), len(self._joined_gradients)
+        return self.shards.state(), self._state_of_gradients()
 
     @contextmanager
     def without_counting(self) -> Iterator[None]:
